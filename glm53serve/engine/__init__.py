@@ -1,0 +1,1 @@
+"""Slots, spans and sampling: no I/O, no protocol."""

@@ -1,0 +1,1 @@
+"""What crosses the pipe between a gateway and the engine."""
