@@ -1,0 +1,259 @@
+"""The engine: spans of tokens go in, logits come out; slots stay whole whatever happens on the way. No I/O, no protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53serve.engine.faults import Faults
+from glm53serve.engine.seam import Batch, Halt, Halted, Head, Layers, Meter, Span, never
+from glm53serve.engine.slots import Checkpoint, CheckpointPool, Origin, Reuse, Slot, plan_reuse
+from glm53serve.model.config import ModelConfig
+
+F32Array = NDArray[np.float32]
+Note = Callable[[str], None]
+LOGIT_ROWS = 64
+
+
+@dataclass(slots=True)
+class Cost:
+    """Seconds a pass spent, by kind (the fields of PROF)."""
+
+    disk: float = 0.0
+    experts: float = 0.0
+    attention: float = 0.0
+    head: float = 0.0
+
+    def add(self, other: Cost, share: float = 1.0) -> None:
+        """Add a share of another pass's cost."""
+        self.disk += other.disk * share
+        self.experts += other.experts * share
+        self.attention += other.attention * share
+        self.head += other.head * share
+
+    @property
+    def total(self) -> float:
+        """All forward time."""
+        return self.disk + self.experts + self.attention + self.head
+
+
+@dataclass(slots=True)
+class ChunkResult:
+    """A finished prompt chunk: the logits row after its last token, all rows when asked for, and what it cost."""
+
+    logits: F32Array
+    rows: F32Array | None
+    cost: Cost
+
+
+@dataclass(slots=True)
+class Engine:
+    """A model over an ordered list of backends that together cover all layers.
+
+    `slots` conversations of `capacity` positions each. `note` receives the few lines a person debugging wants to see.
+    """
+
+    config: ModelConfig
+    backends: Sequence[Layers]
+    head: Head
+    slot_count: int
+    capacity: int
+    chunk: int
+    pins: int = 0
+    checkpoint_bytes: int = 0
+    faults: Faults = field(default_factory=Faults)
+    note: Note = lambda _line: None
+    slots: list[Slot] = field(init=False)
+    pool: CheckpointPool = field(init=False)
+    _snapshot_failed: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        held = [layer for backend in self.backends for layer in backend.layers]
+        if held != list(range(self.config.num_layers)):
+            raise ValueError(f"the backends hold layers {held}, the model has 0..{self.config.num_layers - 1}")
+        self.slots = [Slot(i) for i in range(self.slot_count)]
+        self.pool = CheckpointPool(self.slots, self.pins, self.checkpoint_bytes)
+        for backend in self.backends:
+            for slot in self.slots:
+                backend.open_slot(slot.index, self.capacity)
+
+    # -- whole passes
+
+    def run_layers(self, streams: F32Array, batch: Batch, halt: Halt) -> F32Array:
+        """All layers over the rows of a batch; asks `halt` at each border between two backends too."""
+        for number, backend in enumerate(self.backends):
+            if number and halt():
+                raise Halted(backend.layers.start)
+            streams = backend.forward(streams, batch, halt)
+        return streams
+
+    def forward_span(self, ids: Sequence[int], batch: Batch, halt: Halt) -> F32Array:
+        """Streams [rows, hc_mult, H] of the rows' tokens after the last layer."""
+        if self.faults.watches("layer"):
+            halt = self._faulty(halt)
+        return self.run_layers(self.head.embed(np.asarray(ids, dtype=np.int64)), batch, halt)
+
+    def _faulty(self, halt: Halt) -> Halt:
+        def ask() -> bool:
+            self.faults.hit("layer")
+            return halt()
+
+        return ask
+
+    # -- prompts
+
+    def begin(self, slot: Slot, prompt: Sequence[int], reuse: Reuse) -> None:
+        """Bring the slot to the state a plan starts from; its history becomes the reused tokens."""
+        if reuse.word == "equal" and reuse.reused:
+            return
+        if reuse.checkpoint is not None:
+            for backend, copy in zip(self.backends, reuse.checkpoint.copies, strict=True):
+                backend.load(slot.index, copy)
+            self.pool.touch(reuse.checkpoint)
+            slot.filled = reuse.reused
+            slot.logits = reuse.checkpoint.logits
+            slot.cut(slot.filled)
+        elif reuse.reused == 0:
+            self.empty(slot)
+        else:
+            slot.cut(slot.filled)
+
+    def plan(self, slot: Slot, prompt: Sequence[int]) -> Reuse:
+        """What the prompt may reuse of the slot."""
+        return plan_reuse(slot, prompt)
+
+    def forward_prefill(self, slot: Slot, ids: Sequence[int], halt: Halt = never, guard: bool = False, all_rows: bool = False) -> ChunkResult:
+        """Compute one chunk of a prompt, all or nothing.
+
+        With `guard` the slot is copied first and `halt` is armed. When the chunk is halted or fails in any way the copy goes back, `filled`
+        stays and the exception goes on (Halted, or whatever happened). Without a guard a failure empties the slot.
+        """
+        armed = halt
+        if guard and not self._snapshot(slot):
+            guard, armed = False, never
+        try:
+            started = self._meters()
+            streams = self.forward_span(ids, Batch((Span(slot.index, slot.filled, len(ids)),)), armed if guard else never)
+            began_head = perf_counter()
+            rows = self._logit_rows(streams) if all_rows else None
+            logits = rows[-1] if rows is not None else self.head.logits(streams[-1:])[0]
+            cost = self._cost_since(started, perf_counter() - began_head)
+        except BaseException:
+            if guard:
+                for backend in self.backends:
+                    backend.restore(slot.index)
+            else:
+                self.empty(slot)
+            raise
+        slot.cut(slot.filled)
+        slot.history.extend(ids)
+        slot.filled += len(ids)
+        slot.logits = logits
+        slot.resumable = True
+        return ChunkResult(logits, rows, cost)
+
+    def _logit_rows(self, streams: F32Array) -> F32Array:
+        parts = [self.head.logits(streams[i : i + LOGIT_ROWS]) for i in range(0, len(streams), LOGIT_ROWS)]
+        return np.concatenate(parts)
+
+    def _snapshot(self, slot: Slot) -> bool:
+        try:
+            self.faults.hit("alloc")
+            for backend in self.backends:
+                backend.snapshot(slot.index)
+        except MemoryError:
+            if not self._snapshot_failed:
+                self.note("no memory for a snapshot: prompt chunks are checked at their ends only")
+            self._snapshot_failed = True
+            return False
+        return True
+
+    # -- decode
+
+    def forward_step(self, rows: Sequence[tuple[Slot, int]]) -> tuple[F32Array, Cost]:
+        """One token for each of several slots: logits [rows, V]. After a failure every slot of the step is empty."""
+        batch = Batch(tuple(Span(slot.index, slot.filled, 1) for slot, _ in rows))
+        try:
+            started = self._meters()
+            streams = self.forward_span([token for _, token in rows], batch, never)
+            began_head = perf_counter()
+            logits = self.head.logits(streams)
+            cost = self._cost_since(started, perf_counter() - began_head)
+        except BaseException:
+            for slot, _ in rows:
+                self.empty(slot)
+            raise
+        for (slot, token), row in zip(rows, logits, strict=True):
+            slot.cut(slot.filled)
+            slot.history.append(token)
+            slot.filled += 1
+            slot.logits = row
+            slot.resumable = True
+        return logits, cost
+
+    # -- slots
+
+    def empty(self, slot: Slot) -> None:
+        """Empty a slot, here and on every backend."""
+        slot.forget()
+        for backend in self.backends:
+            backend.reset_slot(slot.index)
+
+    def checkpoint(self, slot: Slot, origin: Origin) -> None:
+        """Keep a copy of the slot at `filled`, if its kind is kept and memory allows."""
+        if not self.pool.wanted(origin) or slot.logits is None or slot.filled == 0:
+            return
+        try:
+            self.faults.hit("alloc")
+            copies = [backend.save(slot.index) for backend in self.backends]
+        except MemoryError:
+            self.note(f"no memory for a checkpoint of slot {slot.index} at {slot.filled}")
+            return
+        size = sum(int(copy.nbytes) for copy in copies) + int(slot.logits.nbytes)
+        self.pool.add(slot, Checkpoint(slot.filled, origin, copies, slot.logits.copy(), size))
+
+    def expert_uses(self, slot: Slot) -> NDArray[np.uint32]:
+        """Uses of routed experts by this slot since `clear_uses`: [sparse layers, experts]."""
+        return np.concatenate([backend.expert_uses(slot.index) for backend in self.backends])
+
+    def clear_uses(self, slot: Slot) -> None:
+        """Start counting a slot's expert uses anew."""
+        for backend in self.backends:
+            backend.clear_uses(slot.index)
+
+    def tiers(self) -> NDArray[np.uint8]:
+        """Where each routed expert is: [sparse layers, experts], 0 disk, 1 RAM, 2 device."""
+        return np.concatenate([backend.tiers() for backend in self.backends])
+
+    def hit_rate(self) -> float:
+        """Percent of expert uses since start that were found in memory; 0 before any use."""
+        uses = sum(backend.meter.uses for backend in self.backends)
+        return 100.0 * sum(backend.meter.found for backend in self.backends) / uses if uses else 0.0
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of every slot; call when idle."""
+        for slot in self.slots:
+            slot.check_integrity()
+
+    def close(self) -> None:
+        """Release every backend."""
+        for backend in self.backends:
+            backend.close()
+
+    # -- time
+
+    def _meters(self) -> Meter:
+        total = Meter()
+        for backend in self.backends:
+            total.disk += backend.meter.disk
+            total.experts += backend.meter.experts
+            total.attention += backend.meter.attention
+        return total
+
+    def _cost_since(self, before: Meter, head: float) -> Cost:
+        now = self._meters()
+        return Cost(now.disk - before.disk, now.experts - before.experts, now.attention - before.attention, head)

@@ -1,0 +1,87 @@
+"""Bytes to token ids and back, over a byte-level BPE `tokenizer.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+class TokenizerError(ValueError):
+    """The tokenizer file is missing, broken or not byte-level."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level vocabularies, as a map from character to byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _split_invalid(payload: bytes) -> list[str | int]:
+    """Runs of valid UTF-8 as text, every byte that is not part of valid UTF-8 as its own number."""
+    parts: list[str | int] = []
+    while payload:
+        try:
+            parts.append(payload.decode("utf-8"))
+            break
+        except UnicodeDecodeError as bad:
+            if bad.start:
+                parts.append(payload[: bad.start].decode("utf-8"))
+            parts.extend(payload[bad.start : bad.end])
+            payload = payload[bad.end :]
+    return parts
+
+
+class Tokenizer:
+    """Encodes any byte string, decodes any token id.
+
+    Special tokens are recognised in the text and no token is added in front. `special_ids` are the tokens flagged special.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(f"{path}: no such file, the model needs a tokenizer.json")
+        try:
+            self._backend: Any = Backend.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every kind of broken file
+            raise TokenizerError(f"{path}: not a tokenizer file ({error})") from None
+        alphabet = _byte_alphabet()
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._bytes: dict[int, bytes] = {}
+        for token, index in self._backend.get_vocab(with_added_tokens=True).items():
+            if index in added:
+                self._bytes[index] = added[index].content.encode("utf-8")
+            elif all(c in alphabet for c in token):
+                self._bytes[index] = bytes(alphabet[c] for c in token)
+            else:
+                raise TokenizerError(f"{path}: token {index} is {token!r}, a byte-level vocabulary is needed")
+        self._byte_ids = {b: self._backend.token_to_id(c) for c, b in alphabet.items()}
+
+    def encode(self, payload: bytes) -> list[int]:
+        """Token ids of a byte string. An invalid UTF-8 byte splits the text there and becomes its own byte-level token.
+
+        Raises TokenizerError when the vocabulary has no token for a byte that needs one.
+        """
+        ids: list[int] = []
+        for part in _split_invalid(payload):
+            if isinstance(part, str):
+                # encode_batch releases the interpreter lock, encode does not: a long prompt must not hold up a cancel
+                ids.extend(self._backend.encode_batch([part], add_special_tokens=False)[0].ids)
+            else:
+                index = self._byte_ids[part]
+                if index is None:
+                    raise TokenizerError(f"byte 0x{part:02x} has no token")
+                ids.append(index)
+        return ids
+
+    def text(self, token: int) -> bytes:
+        """Raw bytes of a token; empty for ids the vocabulary does not have. A character may be split over two tokens."""
+        return self._bytes.get(token, b"")
+
+    def decode(self, ids: list[int]) -> bytes:
+        """Raw bytes of a list of tokens."""
+        return b"".join(self.text(i) for i in ids)
