@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 KDA = "kda"
 DSA = "dsa"
@@ -67,3 +68,10 @@ class ModelConfig:
     def sparse_layers(self) -> tuple[int, ...]:
         """Indices of the layers with routed experts, in order (the rows of HITS and EMAP)."""
         return tuple(i for i, kind in enumerate(self.mlp_kinds) if kind == SPARSE)
+
+
+def load_config(directory: Path | str) -> ModelConfig:
+    """Read and check a model directory's config.json and generation_config.json: see `glm53serve.model.config_file.load_config`."""
+    from glm53serve.model import config_file
+
+    return config_file.load_config(directory)
