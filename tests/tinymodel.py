@@ -8,12 +8,14 @@ All parameters are moved well away from neutral values, so a wrong formula shows
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from glm53serve.model import quant
 from glm53serve.model.config import DENSE, DSA, FULL, KDA, SHARED, SPARSE, ModelConfig
 from glm53serve.model.reference import ReferenceModel
 from glm53serve.model.weights import (
@@ -136,29 +138,13 @@ def as_matrix(values: NDArray[Any], weight_format: MatrixFormat = "f32") -> Matr
     if weight_format == "f32":
         return Matrix("f32", rows, cols, values)
     if weight_format == "bf16":
-        bits = values.view(np.uint32)
-        return Matrix("bf16", rows, cols, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
-    if weight_format == "fp8":
-        return _fp8(values)
-    if weight_format == "int8":
-        scale = np.maximum(np.abs(values).max(axis=1) / 127, 1e-8).astype(np.float32)
-        return Matrix("int8", rows, cols, np.clip(np.rint(values / scale[:, None]), -128, 127).astype(np.int8), scale)
-    padded = np.pad(values, ((0, 0), (0, -cols % 64))).reshape(rows, -1, 64)
-    scale = np.maximum(np.abs(padded).max(axis=2) / 7, 1e-8).astype(np.float32)
-    nibbles = (np.clip(np.rint(padded / scale[:, :, None]), -8, 7) + 8).astype(np.uint8).reshape(rows, -1)[:, : cols + cols % 2]
-    return Matrix("int4", rows, cols, nibbles[:, 0::2] | nibbles[:, 1::2] << 4, scale)
-
-
-def _fp8(values: F32Array) -> Matrix:
-    rows, cols = values.shape
-    codes = np.arange(127)
-    table = np.where(codes < 8, codes % 8 * 2.0**-9, (1 + codes % 8 / 8) * 2.0 ** (codes // 8 - 7))
-    padded = np.pad(values, ((0, -rows % 128), (0, -cols % 128)))
-    blocks = np.abs(padded).reshape(len(padded) // 128, 128, -1, 128).max(axis=(1, 3))
-    scale = np.maximum(blocks / 448, 1e-12).astype(np.float32)
-    scaled = values / np.repeat(np.repeat(scale, 128, axis=0), 128, axis=1)[:rows, :cols]
-    nearest = np.searchsorted((table[1:] + table[:-1]) / 2, np.abs(scaled)).astype(np.uint8)
-    return Matrix("fp8", rows, cols, nearest | np.where(scaled < 0, 128, 0).astype(np.uint8), scale)
+        return Matrix("bf16", rows, cols, quant.f32_to_bf16(values))
+    quantise: dict[str, Callable[[F32Array], tuple[NDArray[Any], F32Array]]] = {
+        "fp8": quant.quantise_fp8,
+        "int8": quant.quantise_int8,
+        "int4": quant.quantise_int4,
+    }
+    return Matrix(weight_format, rows, cols, *quantise[weight_format](values))
 
 
 @dataclass
@@ -189,8 +175,12 @@ class _Maker:
         c = self.config
         h, p, d, k = c.hidden_size, c.kda_width, c.kda_head_dim, c.conv_width
         return KdaWeights(
-            *(self.matrix(p, h, 1.5) for _ in range(3)),
-            *(self.normal(p, k, scale=k**-0.5) for _ in range(3)),
+            q_proj=self.matrix(p, h, 1.5),
+            k_proj=self.matrix(p, h, 1.5),
+            v_proj=self.matrix(p, h, 1.5),
+            q_conv=self.normal(p, k, scale=k**-0.5),
+            k_conv=self.normal(p, k, scale=k**-0.5),
+            v_conv=self.normal(p, k, scale=k**-0.5),
             f_a=self.matrix(d, h),
             f_b=self.matrix(p, d),
             dt_bias=self.normal(p, scale=1.5, centre=-1.0),
