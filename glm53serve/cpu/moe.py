@@ -1,0 +1,76 @@
+"""The feed-forward half of a layer on the CPU: dense, or routed experts plus the shared one (model spec 6)."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53serve.cpu.linear import Linear, feed_forward
+from glm53serve.engine.seam import Halt, Halted, Meter
+from glm53serve.model import reference_math as m
+from glm53serve.model.config import ModelConfig
+from glm53serve.model.weights import ExpertSource, FfnWeights, MoeWeights
+
+F32 = NDArray[np.float32]
+
+
+class DenseFfn:
+    """A dense feed-forward (or a shared expert), gate and up merged."""
+
+    def __init__(self, config: ModelConfig, w: FfnWeights, bits: int) -> None:
+        self.limit = config.swiglu_limit
+        self.gate_up = Linear([w.gate, w.up], bits)
+        self.down = Linear([w.down], bits)
+
+    def __call__(self, x: F32) -> F32:
+        """Rows x [rows, H] -> y [rows, H]."""
+        gate, up = self.gate_up.split(x)
+        return self.down(m.clamped_swiglu(gate, up, self.limit))
+
+
+class MoeLayer:
+    """The experts of one layer: choose, fetch one by one, add up in ascending order of the expert."""
+
+    def __init__(self, config: ModelConfig, index: int, w: MoeWeights, experts: ExpertSource, meter: Meter, bits: int) -> None:
+        self.config = config
+        self.index = index
+        self.router = w.router
+        self.bias = w.bias
+        self.shared = DenseFfn(config, w.shared, bits) if w.shared is not None else None
+        self.experts = experts
+        self.meter = meter
+
+    def route(self, x: F32) -> tuple[NDArray[np.int64], F32]:
+        """Experts [rows, k], ascending, and weights [rows, k] of normalised rows x [rows, H]; a row's choice does not depend on the others."""
+        c = self.config
+        chosen = np.empty((len(x), c.num_experts_per_tok), np.int64)
+        weights = np.empty((len(x), c.num_experts_per_tok), np.float32)
+        for row in range(len(x)):
+            one = slice(row, row + 1)
+            chosen[one], weights[one] = m.route(
+                x[one],
+                self.router,
+                self.bias,
+                c.num_experts_per_tok,
+                c.n_group,
+                c.topk_group,
+                c.norm_topk_prob,
+                c.routed_scaling_factor,
+            )
+        return chosen, weights
+
+    def __call__(self, x: F32, chosen: NDArray[np.int64], weights: F32, halt: Halt) -> F32:
+        """Sum of each row's experts and the shared one -> y [rows, H]. Each expert is fetched once. Raises Halted between experts."""
+        y = np.zeros_like(x)
+        for number, expert in enumerate(np.unique(chosen)):
+            if number and halt():
+                raise Halted(self.index)
+            before = time.perf_counter()
+            fetched = self.experts.expert(self.index, int(expert))
+            self.meter.uses += 1
+            self.meter.disk += time.perf_counter() - before
+            rows, slots = np.nonzero(chosen == expert)
+            y[rows] += weights[rows, slots][:, None] * feed_forward(x[rows], fetched, self.config.swiglu_limit)
+        return y if self.shared is None else y + self.shared(x)

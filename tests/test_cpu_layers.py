@@ -1,0 +1,174 @@
+"""The CPU layers and head behind the seam: equal to the reference however the rows are cut, mixed, halted and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tinymodel import FEATURES, TinyModel, random_ids, tiny_model
+
+from glm53serve.cpu.head import CpuHead
+from glm53serve.cpu.layers import CpuLayers
+from glm53serve.engine.seam import Batch, Halted, Span, never
+from glm53serve.model.weights import MatrixFormat
+
+F32 = NDArray[np.float32]
+LENGTH = 71
+
+
+class Runner:
+    """A model's CPU layers and head, driven span by span."""
+
+    def __init__(self, model: TinyModel, bits: int = 32, slots: int = 3, capacity: int = 200) -> None:
+        c = model.config
+        self.layers = CpuLayers(c, range(c.num_layers), model.layer, model, slots, bits)
+        self.head = CpuHead(c, model.embedding, model.final_norm, model.lm_head, bits)
+        for slot in range(slots):
+            self.layers.open_slot(slot, capacity)
+
+    def run(self, rows: Sequence[tuple[int, int, NDArray[np.int64]]]) -> F32:
+        """Logits of (slot, start, ids) spans in one batch."""
+        batch = Batch(tuple(Span(slot, start, len(ids)) for slot, start, ids in rows))
+        streams = self.head.embed(np.concatenate([ids for _, _, ids in rows]))
+        return self.head.logits(self.layers.forward(streams, batch, never))
+
+    def chunks(self, ids: NDArray[np.int64], size: int, slot: int = 0) -> F32:
+        """Logits of a sequence fed in chunks."""
+        return np.concatenate([self.run([(slot, i, ids[i : i + size])]) for i in range(0, len(ids), size)])
+
+
+def expected(model: TinyModel, ids: NDArray[np.int64]) -> F32:
+    reference = model.reference(np.float64)
+    return reference.forward(ids, reference.new_state()).astype(np.float32)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_and_chunk_size_equals_the_reference(feature: str) -> None:
+    model = tiny_model(seed=3, **FEATURES[feature])
+    ids = random_ids(model.config, LENGTH)
+    want = expected(model, ids)
+    for size in (1, 2, 7, 64, LENGTH):
+        got = Runner(model).chunks(ids, size)
+        assert np.abs(got - want).max() <= 1e-4, size
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "int8", "int4"])
+def test_every_weight_format_equals_the_reference_at_32_bits(weights: MatrixFormat) -> None:
+    model = tiny_model(seed=5, weight_format=weights)
+    ids = random_ids(model.config, LENGTH)
+    assert np.abs(Runner(model).chunks(ids, LENGTH) - expected(model, ids)).max() <= 1e-4
+
+
+def test_slots_decoded_together_equal_each_alone() -> None:
+    model = tiny_model(seed=7)
+    prompts = [random_ids(model.config, n, seed=n) for n in (33, 21, 40)]
+    want = [expected(model, ids) for ids in prompts]
+    runner = Runner(model)
+    starts = [len(ids) - 10 for ids in prompts]
+    for slot, ids in enumerate(prompts):
+        runner.run([(slot, 0, ids[: starts[slot]])])
+    for step in range(10):
+        got = runner.run([(s, starts[s] + step, prompts[s][starts[s] + step :][:1]) for s in (2, 0, 1)])
+        for row, slot in enumerate((2, 0, 1)):
+            assert np.abs(got[row] - want[slot][starts[slot] + step]).max() <= 1e-4
+
+
+def test_halt_anywhere_then_restore_gives_the_same_bits() -> None:
+    model = tiny_model(seed=11)
+    ids = random_ids(model.config, 60)
+    want = Runner(model).chunks(ids, 30)
+    runner = Runner(model)
+    runner.run([(0, 0, ids[:30])])
+    runner.layers.snapshot(0)
+    asked = 0
+    while True:
+        budget = asked
+
+        def halt() -> bool:
+            nonlocal budget
+            budget -= 1
+            return budget < 0
+
+        streams = runner.head.embed(ids[30:])
+        try:
+            out = runner.layers.forward(streams, Batch((Span(0, 30, 30),)), halt)
+        except Halted as stop:
+            assert 0 <= stop.layer < model.config.num_layers
+            runner.layers.restore(0)
+            asked += 1
+        else:
+            break
+    assert asked > 2 * model.config.num_layers
+    np.testing.assert_array_equal(runner.head.logits(out), want[30:])
+
+
+def test_a_saved_copy_takes_a_slot_back() -> None:
+    model = tiny_model(seed=13, index_kpool=4)
+    ids, other = random_ids(model.config, 60), random_ids(model.config, 60, seed=8)
+    want = expected(model, ids)
+    runner = Runner(model)
+    runner.run([(0, 0, ids[:30])])
+    copy = runner.layers.save(0)
+    assert copy.nbytes > 0
+    runner.run([(0, 30, other[30:])])
+    runner.layers.load(0, copy)
+    assert np.abs(runner.run([(0, 30, ids[30:])]) - want[30:]).max() <= 1e-4
+
+
+def test_a_reset_slot_starts_over() -> None:
+    model = tiny_model(seed=13)
+    ids = random_ids(model.config, 40)
+    runner = Runner(model)
+    first = runner.chunks(ids, 40)
+    runner.layers.reset_slot(0)
+    np.testing.assert_array_equal(runner.chunks(ids, 40), first)
+
+
+def test_expert_uses_are_counted_for_each_slot() -> None:
+    model = tiny_model(seed=15)
+    c = model.config
+    runner = Runner(model)
+    runner.run([(0, 0, random_ids(c, 9))])
+    runner.run([(1, 0, random_ids(c, 1)), (0, 9, random_ids(c, 1))])
+    assert runner.layers.expert_uses(0).shape == (len(c.sparse_layers), c.n_routed_experts)
+    assert (runner.layers.expert_uses(0).sum(axis=1) == 10 * c.num_experts_per_tok).all()
+    assert (runner.layers.expert_uses(1).sum(axis=1) == c.num_experts_per_tok).all()
+    runner.layers.clear_uses(0)
+    assert runner.layers.expert_uses(0).sum() == 0
+    assert runner.layers.tiers().shape == (len(c.sparse_layers), c.n_routed_experts)
+
+
+def test_a_slot_cannot_outgrow_its_capacity() -> None:
+    model = tiny_model(seed=1)
+    runner = Runner(model, capacity=64)
+    ids = random_ids(model.config, 65)
+    runner.run([(0, 0, ids[:64])])
+    with pytest.raises(ValueError, match="65 positions: the slot was opened for 64"):
+        runner.run([(0, 64, ids[64:])])
+
+
+def test_a_run_may_not_begin_with_a_shared_indexer() -> None:
+    model = tiny_model(seed=1, **FEATURES["shared indexer"])
+    with pytest.raises(ValueError, match="both must be on one backend"):
+        CpuLayers(model.config, range(5, 6), model.layer, model, 1, 32)
+
+
+def test_layers_split_over_two_runs_equal_one_run() -> None:
+    model = tiny_model(seed=17)
+    c = model.config
+    ids = random_ids(c, 30)
+    head = CpuHead(c, model.embedding, model.final_norm, model.lm_head, 32)
+    streams = head.embed(ids)
+    for layers in (range(0, 2), range(2, 6)):
+        part = CpuLayers(c, layers, model.layer, model, 1, 32)
+        part.open_slot(0, 40)
+        streams = part.forward(streams, Batch((Span(0, 0, 30),)), never)
+    assert np.abs(head.logits(streams) - expected(model, ids)).max() <= 1e-4
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    model = tiny_model(seed=1)
+    with pytest.raises(ValueError, match=r"the vocabulary has 0\.\.95"):
+        Runner(model).head.embed(np.array([3, 96]))
