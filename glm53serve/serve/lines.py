@@ -1,22 +1,22 @@
-"""Frames out: values to the exact bytes of the serve protocol, and the lines for stderr. Pure; every function returns whole lines with their line end."""
+"""Frames out: values to the exact bytes of the serve protocol, and the lines for stderr.
+
+Pure. What goes to stdout is bytes, whole lines with their line end; what goes to stderr is text without one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from glm53serve.engine.sampling import Score
+
 READY = b"\x01\x01READY\x01\x01\n"
 DATA_LIMIT = 65536
 """Most bytes one DATA or ECHO frame carries."""
 
-NO_PREDICTOR = " 0.000000 0"
-"""The tail of a position that nothing predicts (a prompt's first)."""
-
-ReuseWord = Literal["cold", "equal", "shorter", "diverged", "extend", "pin", "image"]
 LoadFailKind = Literal["nomem", "io", "format", "unsupported"]
 
 _POWERS = np.uint64(1) << np.arange(63, dtype=np.uint64)
@@ -76,21 +76,23 @@ def accept(ident: int, prompt_tokens: int) -> bytes:
     return b"ACCEPT %d %d\n" % (ident, prompt_tokens)
 
 
-def tail(logprob: float, best: Sequence[tuple[int, float]]) -> str:
-    """The logprobs of one token: its own, then (token id, logprob) of the best, in falling order."""
-    return f" {logprob:.6f} {len(best)}" + "".join(f" {token} {value:.6f}" for token, value in best)
+def tail(score: Score | None) -> str:
+    """What a DATA or ECHO header carries with logprobs: the token's own, then (token id, logprob) of the best in falling order."""
+    if score is None:
+        return ""
+    return f" {score.logprob:.6f} {len(score.best)}" + "".join(f" {token} {value:.6f}" for token, value in score.best)
 
 
-def data(ident: int, text: bytes, tail: str = "") -> bytes:
-    """One emitted token's bytes; `tail` as `tail()` makes it, with logprobs only."""
+def data(ident: int, text: bytes, score: Score | None = None) -> bytes:
+    """One emitted token's bytes, with its score when logprobs were asked for."""
     _fits(text)
-    return b"DATA %d %d%s\n%s\n" % (ident, len(text), tail.encode(), text)
+    return b"DATA %d %d%s\n%s\n" % (ident, len(text), tail(score).encode(), text)
 
 
-def echo(ident: int, text: bytes, position: int, tail: str) -> bytes:
+def echo(ident: int, position: int, text: bytes, score: Score) -> bytes:
     """One prompt token's bytes and score; position counts from 0."""
     _fits(text)
-    return b"ECHO %d %d %d%s\n%s\n" % (ident, len(text), position, tail.encode(), text)
+    return b"ECHO %d %d %d%s\n%s\n" % (ident, len(text), position, tail(score).encode(), text)
 
 
 def _fits(text: bytes) -> None:
@@ -121,24 +123,24 @@ def load_fail(kind: LoadFailKind, detail: str) -> bytes:
     return f"LOAD_FAIL kind={kind} {_one_line(detail)}\n".encode()
 
 
-def reuse(ident: int, reused: int, prompt_tokens: int, filled_before: int, common: int, word: ReuseWord) -> bytes:
-    """stderr: what a turn took from its slot. common: longest common prefix of history and prompt."""
-    return f"REUSE {ident} {reused} {prompt_tokens} {filled_before} {min(common, filled_before)} {word}\n".encode()
+def reuse(ident: int, reused: int, prompt_tokens: int, filled_before: int, common: int, word: str) -> str:
+    """stderr: what a turn took from its slot. common: longest common prefix of history and prompt; word: why."""
+    return f"REUSE {ident} {reused} {prompt_tokens} {filled_before} {min(common, filled_before)} {word}"
 
 
-def cancel(ident: int, prompt_tokens: int, emitted: int, filled: int) -> bytes:
+def cancel(ident: int, prompt_tokens: int, emitted: int, filled: int) -> str:
     """stderr: how far a cancelled turn had come."""
-    return b"CANCEL %d %d %d %d\n" % (ident, prompt_tokens, emitted, filled)
+    return f"CANCEL {ident} {prompt_tokens} {emitted} {filled}"
 
 
-def halt(layer: int, layers: int, filled: int, on_device: bool) -> bytes:
+def halt(layer: int, layers: int, filled: int, on_device: bool) -> str:
     """stderr: a chunk stopped before or inside `layer`."""
-    return f"HALT layer {layer} of {layers}, back to {filled}{' on the device' if on_device else ''}\n".encode()
+    return f"HALT layer {layer} of {layers}, back to {filled}{' on the device' if on_device else ''}"
 
 
-def steps(decode_steps: int, rows: int) -> bytes:
+def steps(decode_steps: int, rows: int) -> str:
     """stderr, at exit: how full the decode steps were."""
-    return b"%d decode steps, %d rows\n" % (decode_steps, rows)
+    return f"{decode_steps} decode steps, {rows} rows"
 
 
 def _one_line(text: str) -> str:
