@@ -103,6 +103,12 @@ def test_pool_keys_against_loops(seed: int, kp: int, pools: int) -> None:
             assert keys[p, c] == pytest.approx(sum(w[j] * k[p * kp + j, c] for j in range(kp)) / w.sum(), abs=1e-13)
 
 
+def test_index_key_is_a_layer_norm_with_its_own_eps() -> None:
+    """The eps decides nothing but choices, so it is looked at where it shows: rows with a variance of its own size."""
+    row = np.array([[5.001, 4.999]])
+    np.testing.assert_allclose(m.index_key(row, np.array([1.0, 2.0]), np.array([0.0, 3.0])), [[0.5**0.5, 3 - 2 * 0.5**0.5]], rtol=1e-9)
+
+
 def test_index_scores_against_loops() -> None:
     rng = np.random.default_rng(0)
     qi, wt, keys = rng.standard_normal((3, 2, 4)), rng.standard_normal((3, 2)), rng.standard_normal((5, 4))

@@ -86,8 +86,8 @@ class ReferenceModel:
         self.final_norm = final_norm
         self.embedding = embedding
         self.lm_head = lm_head
-        self._source = experts
-        self._experts: dict[tuple[int, int], FfnWeights] = {}
+        self.experts = experts
+        self._fetched: dict[tuple[int, int], FfnWeights] = {}
         self._dense: dict[int, tuple[Matrix, Array]] = {}
 
     # --- state -------------------------------------------------------------------------------------------------------------------
@@ -267,6 +267,6 @@ class ReferenceModel:
         return self._dense[id(w)][1]
 
     def _expert(self, layer: int, expert: int) -> FfnWeights:
-        if (layer, expert) not in self._experts:
-            self._experts[layer, expert] = self._source.expert(layer, expert)
-        return self._experts[layer, expert]
+        if (layer, expert) not in self._fetched:
+            self._fetched[layer, expert] = self.experts.expert(layer, expert)
+        return self._fetched[layer, expert]
