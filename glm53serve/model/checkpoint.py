@@ -1,0 +1,364 @@
+"""The weights of a model directory: checked against the config by their headers, then handed out as views of memory maps (model spec 2, 8, 9).
+
+Opening reads headers only. A matrix handed out is a read-only, possibly unaligned view of its file; its pages are read when touched, so the
+files must not change or shrink while the checkpoint is in use.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53serve.model import layout
+from glm53serve.model.config import FULL, KDA, SPARSE, ModelConfig, load_config
+from glm53serve.model.errors import CheckpointError, ModelError
+from glm53serve.model.layout import Need
+from glm53serve.model.quant import bf16_to_f32
+from glm53serve.model.safetensors_file import TensorInfo, read_directory
+from glm53serve.model.stored import Extent, StoredMatrix, check_matrix, check_small, format_of, locate, scale_name
+from glm53serve.model.weights import (
+    DsaWeights,
+    F32Array,
+    FfnWeights,
+    HyperConnection,
+    IndexerWeights,
+    KdaWeights,
+    LayerWeights,
+    Matrix,
+    MoeWeights,
+)
+
+__all__ = ["Checkpoint", "CheckpointError", "ModelError", "Piece", "open_checkpoint"]
+
+Role = Literal["gate", "up", "down"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One contiguous part of a routed expert on disk: `nbytes` bytes at `offset` of `path` are an array of `dtype` and `shape`.
+
+    `role` is gate, up or down for data and gate.scale, up.scale or down.scale; `format` is the matrix's.
+    """
+
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    role: str
+    format: str
+
+
+class Checkpoint:
+    """An opened, completely checked model directory; satisfies `ExpertSource`. Made by `open_checkpoint`."""
+
+    def __init__(
+        self, directory: Path, config: ModelConfig, files: list[Path], tensors: dict[str, TensorInfo], vision: list[TensorInfo], mtp: list[TensorInfo]
+    ) -> None:
+        self.directory = directory
+        self.config = config
+        self.files = files
+        self.has_vision = bool(vision)
+        self.has_mtp = bool(mtp)
+        self.vision_bytes = sum(t.nbytes for t in vision)
+        self.mtp_bytes = sum(t.nbytes for t in mtp)
+        self.has_head = "lm_head.weight" in tensors
+        self._tensors = tensors
+        self._maps: dict[int, NDArray[np.uint8]] = {}
+        self._into = Need((config.moe_intermediate_size, config.hidden_size), True)
+        self._out = Need((config.hidden_size, config.moe_intermediate_size), True)
+        self._into_packed = Need((config.n_routed_experts, 2 * config.moe_intermediate_size, config.hidden_size), True)
+        self._out_packed = Need((config.n_routed_experts, config.hidden_size, config.moe_intermediate_size), True)
+        text = sum(t.nbytes for t in tensors.values()) - self.mtp_bytes
+        self.expert_bytes = sum(t.nbytes for name, t in tensors.items() if ".mlp.experts." in name) - sum(
+            t.nbytes for t in mtp if ".mlp.experts." in t.name
+        )
+        self.dense_bytes = text - self.expert_bytes
+        self.notes = _notes(config, self, len(vision), len(mtp))
+
+    # -- weights
+
+    def layer(self, index: int) -> LayerWeights:
+        """All weights of layer `index` but its routed experts. Raises CheckpointError when a small tensor holds NaN or infinity."""
+        c = self.config
+        at = f"layers.{index}."
+        needs = dict(layout.layer_needs(c, index, self._tensors))
+        kda = c.layer_kinds[index] == KDA
+        ffn: FfnWeights | MoeWeights
+        if c.mlp_kinds[index] == SPARSE:
+            shared = self._ffn(f"{at}mlp.shared_experts.", needs) if c.n_shared_experts else None
+            router, bias = self._small(f"{at}mlp.gate.weight", needs), self._small(f"{at}mlp.gate.e_score_correction_bias", needs)
+            ffn = MoeWeights(router, bias, shared)
+        else:
+            ffn = self._ffn(f"{at}mlp.", needs)
+        return LayerWeights(
+            index,
+            self._small(f"{at}input_layernorm.weight", needs),
+            self._small(f"{at}post_attention_layernorm.weight", needs),
+            self._hyper(f"{at}hc_attn_", needs),
+            self._hyper(f"{at}hc_ffn_", needs),
+            self._kda(f"{at}self_attn.", needs) if kda else self._dsa(f"{at}self_attn.", needs, c.indexer_kinds[index] == FULL),
+            ffn,
+        )
+
+    def embedding(self) -> Matrix:
+        """The embedding table [V, H]."""
+        return self.matrix(self._end("embed_tokens.weight"))
+
+    def final_norm(self) -> F32Array:
+        """Weight of the final RMS norm, float32 [H]."""
+        return self._small("norm.weight", {"norm.weight": Need((self.config.hidden_size,))})
+
+    def lm_head(self) -> Matrix:
+        """The head [V, H]; the embedding table when it is tied."""
+        return self.matrix(self._end("lm_head.weight")) if self.has_head else self.embedding()
+
+    def expert(self, layer: int, expert: int) -> FfnWeights:
+        """Weights of one routed expert, as stored, as views of the memory maps."""
+        gate, up, down = self.stored_expert(layer, expert)
+        return FfnWeights(self.matrix(gate), self.matrix(up), self.matrix(down))
+
+    # -- places
+
+    def stored_expert(self, layer: int, expert: int) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix]:
+        """Where gate, up and down of one routed expert lie. Raises IndexError for a layer or expert that is not there."""
+        c = self.config
+        if not (0 <= layer < c.num_layers and c.mlp_kinds[layer] == SPARSE and 0 <= expert < c.n_routed_experts):
+            raise IndexError(f"no routed expert {expert} in layer {layer}")
+        at, tensors, width = f"layers.{layer}.", self._tensors, c.moe_intermediate_size
+        packed = at + layout.PACKED_GATE_UP
+        if packed in tensors:
+            gate = locate(tensors, packed, self._into_packed, expert, 0, width)
+            up = locate(tensors, packed, self._into_packed, expert, width, width)
+        else:
+            gate = locate(tensors, f"{at}mlp.experts.{expert}.gate_proj.weight", self._into)
+            up = locate(tensors, f"{at}mlp.experts.{expert}.up_proj.weight", self._into)
+        packed = at + layout.PACKED_DOWN
+        if packed in tensors:
+            return gate, up, locate(tensors, packed, self._out_packed, expert)
+        return gate, up, locate(tensors, f"{at}mlp.experts.{expert}.down_proj.weight", self._out)
+
+    def expert_pieces(self, layer: int, expert: int) -> tuple[Piece, ...]:
+        """The byte ranges of one routed expert: gate, gate.scale, up, up.scale, down, down.scale (no scales for F32 and BF16)."""
+        pieces = []
+        roles: tuple[Role, ...] = ("gate", "up", "down")
+        for role, stored in zip(roles, self.stored_expert(layer, expert), strict=True):
+            for extent, suffix in ((stored.data, ""), (stored.scale, ".scale")):
+                if extent is not None:
+                    path = self.files[extent.shard]
+                    pieces.append(Piece(path, extent.offset, extent.nbytes, extent.dtype, extent.shape, role + suffix, stored.format))
+        return tuple(pieces)
+
+    def dense_matrices(self) -> Iterator[tuple[str, StoredMatrix]]:
+        """Canonical name and place of every matrix but the routed experts': embedding, head when not tied, then layer by layer."""
+        needs = dict(layout.end_needs(self.config, self.has_head))
+        for layer in range(self.config.num_layers):
+            needs.update(layout.layer_needs(self.config, layer, self._tensors))
+        for name, need in needs.items():
+            if need.matrix:
+                yield name, locate(self._tensors, name, need)
+
+    def small_bytes(self) -> int:
+        """Bytes in memory (as float32) of everything that is not a matrix: norms, router, hyper-connections, convolutions."""
+        total = self.config.hidden_size
+        for layer in range(self.config.num_layers):
+            total += sum(int(np.prod(n.shape)) for _, n in layout.layer_needs(self.config, layer, self._tensors) if not n.matrix)
+        return 4 * total
+
+    def matrix(self, stored: StoredMatrix) -> Matrix:
+        """A matrix as a view of its file's memory map. Raises CheckpointError when the file cannot be mapped."""
+        scale = None if stored.scale is None else self._view(stored.scale)
+        return Matrix(stored.format, stored.rows, stored.cols, self._view(stored.data), scale)
+
+    def close(self) -> None:
+        """Forget the memory maps; each goes when the last view of it does."""
+        self._maps.clear()
+
+    # -- pieces of a layer
+
+    def _end(self, name: str) -> StoredMatrix:
+        return locate(self._tensors, name, Need((self.config.vocab_size, self.config.hidden_size), True))
+
+    def _hyper(self, at: str, needs: Mapping[str, Need]) -> HyperConnection:
+        return HyperConnection(self._small(f"{at}fn", needs), self._small(f"{at}base", needs), self._small(f"{at}scale", needs))
+
+    def _ffn(self, at: str, needs: Mapping[str, Need]) -> FfnWeights:
+        gate, up, down = (self._matrix(f"{at}{name}_proj.weight", needs) for name in ("gate", "up", "down"))
+        return FfnWeights(gate, up, down)
+
+    def _kda(self, at: str, needs: Mapping[str, Need]) -> KdaWeights:
+        q, k, v, f_a, f_b, g_a, g_b, beta, out = (
+            self._matrix(f"{at}{name}_proj.weight", needs) for name in ("q", "k", "v", "f_a", "f_b", "g_a", "g_b", "b", "o")
+        )
+        width, taps = self.config.kda_width, self.config.conv_width
+        if f"{at}conv1d.weight" in needs:
+            fused = self._small(f"{at}conv1d.weight", needs).reshape(3, width, taps)
+            convs = [np.ascontiguousarray(fused[i]) for i in range(3)]
+        else:
+            convs = [self._small(f"{at}{name}_conv1d.weight", needs).reshape(width, taps) for name in "qkv"]
+        dt_bias, a_log, o_norm = (self._small(f"{at}{name}", needs) for name in ("dt_bias", "A_log", "o_norm.weight"))
+        return KdaWeights(q, k, v, convs[0], convs[1], convs[2], f_a, f_b, dt_bias, a_log.reshape(-1), beta, g_a, g_b, o_norm, out)
+
+    def _dsa(self, at: str, needs: Mapping[str, Need], full: bool) -> DsaWeights:
+        q_a, q_b, kv_a, kv_b, out = (
+            self._matrix(f"{at}{name}.weight", needs) for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+        )
+        q_norm, kv_norm = self._small(f"{at}q_a_layernorm.weight", needs), self._small(f"{at}kv_a_layernorm.weight", needs)
+        return DsaWeights(q_a, q_norm, q_b, kv_a, kv_norm, kv_b, out, self._indexer(f"{at}indexer.", needs) if full else None)
+
+    def _indexer(self, at: str, needs: Mapping[str, Need]) -> IndexerWeights:
+        wq_b, wk, heads = (self._matrix(f"{at}{name}.weight", needs) for name in ("wq_b", "wk", "weights_proj"))
+        norm, bias = self._small(f"{at}k_norm.weight", needs), self._small(f"{at}k_norm.bias", needs)
+        ape, gate = self._small(f"{at}index_kpool_compress_ape", needs), self._matrix(f"{at}index_kpool_compress_gate", needs)
+        return IndexerWeights(wq_b, wk, norm, bias, heads, ape, gate)
+
+    def _matrix(self, name: str, needs: Mapping[str, Need]) -> Matrix:
+        return self.matrix(locate(self._tensors, name, needs[name]))
+
+    def _small(self, name: str, needs: Mapping[str, Need]) -> F32Array:
+        """A tensor that is not a matrix, as a float32 copy in the shape needed."""
+        info, shape = self._tensors[name], needs[name].shape
+        dtype = np.dtype(np.float32 if info.dtype == "F32" else np.uint16)
+        raw = self._view(Extent(info.shard, info.offset, info.nbytes, dtype, shape))
+        values = np.array(raw, np.float32) if info.dtype == "F32" else bf16_to_f32(raw)
+        finite = np.isfinite(values)
+        if not finite.all():
+            first = int(np.argmin(finite.reshape(-1)))
+            raise CheckpointError(f"{info.name}: element {first} is {values.reshape(-1)[first]}, the config needs finite numbers")
+        return values
+
+    def _view(self, extent: Extent) -> NDArray[Any]:
+        data = self._maps.get(extent.shard)
+        if data is None:
+            data = self._maps[extent.shard] = _map(self.files[extent.shard])
+        return data[extent.offset : extent.offset + extent.nbytes].view(extent.dtype).reshape(extent.shape)
+
+
+def _map(path: Path) -> NDArray[np.uint8]:
+    try:
+        with path.open("rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except (OSError, ValueError) as reason:
+        full = isinstance(reason, OSError) and reason.errno == errno.ENOMEM
+        raise CheckpointError(f"{path}: cannot be mapped ({reason})", "nomem" if full else "io") from None
+
+
+def open_checkpoint(directory: Path | str, config: ModelConfig | None = None) -> Checkpoint:
+    """Open a model directory: config, index and headers are read and every tensor is checked; no weight is read.
+
+    Raises ConfigError or CheckpointError (one line each): a damaged file; the first tensor the config has no use for and the first that is
+    missing; a tensor of another dtype or shape (`<tensor>: <what is there>, the config needs <what>`).
+    """
+    directory = Path(directory)
+    config = load_config(directory) if config is None else config
+    files, found = read_directory(directory)
+    tensors, vision, unknown = _sort_out(found)
+    head = "lm_head.weight" in tensors or not config.tie_word_embeddings
+    needs = dict(layout.end_needs(config, head))
+    for layer in range(config.num_layers):
+        needs.update(layout.layer_needs(config, layer, tensors))
+        if config.mlp_kinds[layer] == SPARSE:
+            needs.update(layout.routed_needs(config, layer, tensors))
+    blocks = _mtp_layers(config, tensors)
+    trunk = len(needs)
+    for layer in blocks:
+        needs.update(layout.mtp_needs(config, layer, tensors))
+    _check_names(tensors, needs, unknown, trunk, config.num_layers)
+    for name, need in needs.items():
+        tensor = tensors[name]
+        if need.matrix:
+            fmt = format_of(tensor)
+            scale = None if fmt is None else scale_name(name, fmt)
+            check_matrix(tensor, need, None if scale is None else tensors[scale])
+        else:
+            check_small(tensor, need)
+    starts = tuple(f"layers.{layer}." for layer in blocks)
+    mtp = [tensor for name, tensor in tensors.items() if starts and name.startswith(starts)]
+    return Checkpoint(directory, config, files, tensors, vision, mtp)
+
+
+def _sort_out(found: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], list[TensorInfo], list[TensorInfo]]:
+    """(text tensors by canonical name, vision tensors, tensors with no known prefix). Raises CheckpointError when two names mean one tensor."""
+    text: dict[str, TensorInfo] = {}
+    vision, unknown = [], []
+    for name, tensor in found.items():
+        if name.startswith(layout.VISION_PREFIX):
+            vision.append(tensor)
+            continue
+        ours = layout.canonical(name)
+        if ours is None:
+            unknown.append(tensor)
+        elif ours in text:
+            raise CheckpointError(f"{name}: {tensor}, {text[ours].name} is the same weight: the config needs one of them")
+        else:
+            text[ours] = tensor
+    return text, vision, unknown
+
+
+def _mtp_layers(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> list[int]:
+    """Layer numbers of the MTP blocks of which anything is there."""
+    first = config.num_layers
+    allowed = range(first, first + max(config.num_nextn_predict_layers, 1))
+    counted = Counter(name.split(".", 2)[1] for name in tensors if name.startswith("layers."))
+    return [layer for layer in allowed if str(layer) in counted]
+
+
+def _check_names(tensors: Mapping[str, TensorInfo], needs: Mapping[str, Need], unknown: list[TensorInfo], trunk: int, layers: int) -> None:
+    """Exactly the tensors needed are there, each quantised matrix with its scale and no other scale. Raises CheckpointError."""
+    known = set(needs)
+    missing: str | None = None
+    for position, (name, need) in enumerate(needs.items()):
+        tensor = tensors.get(name)
+        scale = None
+        if tensor is not None and need.matrix and (fmt := format_of(tensor)) is not None:
+            scale = scale_name(name, fmt)
+            if scale is not None:
+                known.add(scale)
+        absent = name if tensor is None else scale if scale is not None and scale not in tensors else None
+        if absent is not None and missing is None:
+            wanted = list(need.shape) if absent == name else f"the scales of {tensor.name if tensor else name}"
+            part = "" if position < trunk else f" (the MTP block, layer {layers} on, is there in part)"
+            missing = f"{_disk_name(absent, tensors)}: missing, the config needs {wanted}{part}"
+    stray = next((t for name, t in tensors.items() if name not in known), None)
+    if stray is None and unknown:
+        stray = unknown[0]
+    parts = [] if stray is None else [f"{stray.name}: {stray}, the config needs no such tensor"]
+    if missing is not None:
+        parts.append(missing)
+    if parts:
+        raise CheckpointError("; ".join(parts))
+
+
+def _disk_name(name: str, tensors: Mapping[str, TensorInfo]) -> str:
+    """The name a missing tensor would have in these files."""
+    if name.startswith("lm_head."):
+        return name
+    short_prefix = any(t.name.startswith("model.") for t in tensors.values()) and not any(
+        t.name.startswith(layout.PREFIXES[0]) for t in tensors.values()
+    )
+    return layout.PREFIXES[1 if short_prefix else 0] + name
+
+
+def _notes(config: ModelConfig, checkpoint: Checkpoint, vision: int, mtp: int) -> list[str]:
+    """What a user should know about tensors that are there and not used, or promised and not there."""
+    notes = []
+    if mtp:
+        although = "" if config.num_nextn_predict_layers else ", although num_nextn_predict_layers is 0"
+        notes.append(f"MTP block: {mtp} tensors, {checkpoint.mtp_bytes} bytes, not used by the text path{although}")
+    elif config.num_nextn_predict_layers:
+        notes.append(f"num_nextn_predict_layers is {config.num_nextn_predict_layers}, the files have no MTP block: served without drafts")
+    if vision:
+        notes.append(f"vision tower: {vision} tensors, {checkpoint.vision_bytes} bytes, not used by the text path")
+    elif config.has_vision:
+        notes.append("vision_config is there, the files have no vision tower")
+    if not checkpoint.has_head:
+        notes.append("lm_head is tied to the embedding")
+    return notes
