@@ -111,8 +111,12 @@ class Engine:
         if reuse.word == "equal" and reuse.reused:
             return
         if reuse.checkpoint is not None:
-            for backend, copy in zip(self.backends, reuse.checkpoint.copies, strict=True):
-                backend.load(slot.index, copy)
+            try:
+                for backend, copy in zip(self.backends, reuse.checkpoint.copies, strict=True):
+                    backend.load(slot.index, copy)
+            except BaseException:
+                self.empty(slot)
+                raise
             self.pool.touch(reuse.checkpoint)
             slot.filled = reuse.reused
             slot.logits = reuse.checkpoint.logits

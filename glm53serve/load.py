@@ -1,0 +1,114 @@
+"""From a model directory to an engine: pick the backends, load the weights, size the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from glm53serve.engine.engine import Engine, Note
+from glm53serve.engine.faults import FaultError, Faults
+from glm53serve.engine.tokenizer import Tokenizer, TokenizerError
+from glm53serve.model.checkpoint import Checkpoint, open_checkpoint
+from glm53serve.model.errors import ErrorKind, ModelError
+from glm53serve.settings import Settings
+
+GB = 10**9
+Progress = Callable[[int], None]
+
+
+class LoadError(Exception):
+    """The engine cannot start. `kind` is nomem, io, format or unsupported."""
+
+    def __init__(self, kind: ErrorKind, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A model ready to run: its engine, tokenizer and the ids that end an answer."""
+
+    directory: Path
+    checkpoint: Checkpoint
+    engine: Engine
+    tokenizer: Tokenizer
+    stop_ids: frozenset[int]
+    bits: int
+
+
+def shipped_model() -> Path:
+    """The model that comes with the package."""
+    return Path(__file__).parent / "data" / "glm53-nano"
+
+
+def usage_path(directory: Path, setting: str) -> Path:
+    """Where a model's expert usage history lives: COLI_USAGE, else beside the model, for the shipped model in the user's cache directory."""
+    if setting:
+        return Path(setting)
+    if directory.resolve() != shipped_model().resolve():
+        return directory / ".coli_usage"
+    return Path.home() / ".cache" / "glm53serve" / f"{directory.name}.usage"
+
+
+def load(
+    directory: Path,
+    settings: Settings,
+    *,
+    slots: int,
+    specials_stop: bool,
+    backend: str | None = None,
+    expert_slots: int = 0,
+    note: Note = lambda _line: None,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Load a model. `expert_slots` > 0 is the expert cache in experts a layer and wins over GLM53_EXPERT_GB. Raises LoadError."""
+    try:
+        faults = Faults(settings.fault)
+        checkpoint = open_checkpoint(directory)
+        tokenizer = Tokenizer(directory)
+        engine, bits = _engine(checkpoint, settings, slots, backend or settings.backend, expert_slots, faults, note, progress)
+    except ModelError as error:
+        raise LoadError(error.kind, str(error)) from error
+    except (TokenizerError, FaultError) as error:
+        raise LoadError("format", str(error)) from error
+    except MemoryError as error:
+        raise LoadError("nomem", f"{directory}: not enough memory to load the model ({error})") from error
+    except OSError as error:
+        raise LoadError("io", f"{directory}: {error}") from error
+    stop_ids = frozenset(checkpoint.config.eos_token_ids) | (tokenizer.special_ids if specials_stop else frozenset())
+    return Loaded(directory, checkpoint, engine, tokenizer, stop_ids, bits)
+
+
+def _engine(
+    checkpoint: Checkpoint, settings: Settings, slots: int, backend: str, expert_slots: int, faults: Faults, note: Note, progress: Progress | None
+) -> tuple[Engine, int]:
+    import psutil
+
+    from glm53serve.cpu.head import CpuHead
+    from glm53serve.cpu.layers import CpuLayers
+
+    config = checkpoint.config
+    available = int(psutil.virtual_memory().available)
+    bits = settings.bits or default_bits(checkpoint, available)
+    layers = CpuLayers(config, range(config.num_layers), checkpoint.layer, checkpoint, slots, bits, progress)
+    head = CpuHead(config, checkpoint.embedding(), checkpoint.final_norm(), checkpoint.lm_head(), bits)
+    budget = int(settings.checkpoint_gb * GB) if settings.checkpoint_gb >= 0 else min(4 * GB, available // 20)
+    engine = Engine(
+        config,
+        [layers],
+        head,
+        slots,
+        settings.maxt,
+        settings.prefill_chunk,
+        pins=settings.pin_slots,
+        checkpoint_bytes=budget,
+        faults=faults,
+        note=note,
+    )
+    return engine, bits
+
+
+def default_bits(checkpoint: Checkpoint, available: int) -> int:
+    """Bits of the dense matrices when GLM53_BITS is unset: 16 when they then take less than half of the available memory, else 4."""
+    return 16 if checkpoint.dense_bytes < available // 2 else 4

@@ -1,0 +1,68 @@
+"""Admission: every check that may refuse a prompt, in the protocol's order, then ACCEPT. Runs in its own thread, so no answer waits for a chunk."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from glm53serve.engine.engine import Engine
+from glm53serve.engine.sampling import Sampling
+from glm53serve.engine.tokenizer import Tokenizer, TokenizerError
+from glm53serve.serve import lines
+from glm53serve.serve.frames import Code, Prompt, Refused, check, check_tokens
+from glm53serve.serve.outbox import Outbox
+from glm53serve.serve.turns import Desk, Turn
+
+
+@dataclass(slots=True)
+class Admission:
+    """Turns prompts into waiting turns, or into one ERROR. `emap` makes the EMAP line that follows a refused prompt."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    desk: Desk
+    outbox: Outbox
+    emap: Callable[[], bytes]
+    log: Callable[[str], None]
+    send_accept: bool = True
+
+    def consider(self, prompt: Prompt, image: bool) -> None:
+        """Refuse or accept a prompt whose id the desk has announced. `image`: an IMAGE frame with its id came before it."""
+        refused = check(prompt, len(self.engine.slots), (), _Busy(self.desk))
+        ids: list[int] = []
+        if refused is None:
+            try:
+                ids = self.tokenizer.encode(prompt.payload)
+            except TokenizerError as error:
+                refused = Refused(prompt.id, Code.BAD_REQUEST, str(error))
+            else:
+                refused = check_tokens(prompt, len(ids), self.engine.capacity, image)
+        if refused is not None:
+            self.desk.refuse(prompt.id)
+            self.log(f"refused {prompt.id}: {refused.reason}")
+            self.outbox.send(lines.error(refused.id, refused.code, refused.detail) + self.emap())
+            return
+        seed = secrets.randbits(64) if prompt.seed is None else prompt.seed
+        turn = Turn(
+            id=prompt.id,
+            slot=self.engine.slots[prompt.slot],
+            prompt=ids,
+            sampling=Sampling(prompt.temperature, prompt.top_p, seed),
+            limit=min(prompt.max_tokens, self.engine.capacity - len(ids)),
+            scores=prompt.logprobs,
+            pin=prompt.pin,
+        )
+        if self.send_accept:
+            self.outbox.send(lines.accept(turn.id, len(ids)))
+        self.desk.admit(turn)
+
+
+@dataclass(frozen=True, slots=True)
+class _Busy:
+    """The slots with a turn, asked one at a time."""
+
+    desk: Desk
+
+    def __contains__(self, slot: object) -> bool:
+        return isinstance(slot, int) and self.desk.slot_taken(slot)

@@ -1,0 +1,220 @@
+"""The daemon: reader, admission, engine and writer wired together, from READY to a clean exit."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from glm53serve.load import Loaded, LoadError, load, usage_path
+from glm53serve.serve import lines
+from glm53serve.serve.admission import Admission
+from glm53serve.serve.frames import Cancel, Code, Frame, Image, Prompt, Refused, Stop
+from glm53serve.serve.inbox import Eof, Inbox
+from glm53serve.serve.outbox import Outbox
+from glm53serve.serve.schedule import Schedule
+from glm53serve.serve.telemetry import Telemetry, peak_rss_gb
+from glm53serve.serve.turns import Desk, End, Turn
+from glm53serve.serve.usage import UsageFile
+from glm53serve.settings import Settings
+
+SWITCH_INTERVAL = 1e-4
+"""Seconds. With the interpreter's default of 5 ms one busy Python thread costs each decode step 4-25 ms."""
+
+EXIT_SECONDS = 1.5
+FLUSH_SECONDS = 0.5
+
+
+def serve(directory: Path, settings: Settings, *, slots: int, specials_stop: bool, expert_slots: int = 0, backend: str | None = None) -> int:
+    """Load a model and serve it on stdin and stdout until the input ends. Returns the exit code."""
+    out = os.dup(1)
+    # nothing but frames may reach the pipe, whatever a library prints
+    os.dup2(2, 1)
+    log = _stderr_log if settings.verbose else _no_log
+    try:
+        loaded = load(
+            directory,
+            settings,
+            slots=slots,
+            specials_stop=specials_stop,
+            expert_slots=expert_slots,
+            backend=backend,
+            note=lambda line: _stderr_log(f"glm53: {line}"),
+        )
+    except LoadError as error:
+        _stderr_log(f"glm53: {error}")
+        os.write(out, lines.load_fail(error.kind, str(error)))
+        return 1
+    return Daemon(loaded, settings, out, log).run()
+
+
+class Daemon:
+    """One served model. `out` is the descriptor frames are written to, `log` takes verbose lines."""
+
+    def __init__(self, loaded: Loaded, settings: Settings, out: int, log: Callable[[str], None]) -> None:
+        self._engine = loaded.engine
+        self._settings = settings
+        self._log = log
+        config = loaded.checkpoint.config
+        self._usage = UsageFile(usage_path(loaded.directory, settings.usage), len(config.sparse_layers), config.n_routed_experts, self._note)
+        self._telemetry = Telemetry(loaded.engine, self._usage.load())
+        self._desk = Desk(self._finish)
+        self._outbox = Outbox(out, on_closed=self._peer_gone, on_drain=self._drained, fault=lambda: loaded.engine.faults.hit("write"))
+        self._inbox = Inbox(0, self._on_frame, backlog=lambda: self._outbox.unsent_bytes)
+        self._admission = Admission(loaded.engine, loaded.tokenizer, self._desk, self._outbox, self._emap, log, settings.accept)
+        self._schedule = Schedule(
+            loaded.engine, loaded.tokenizer, self._desk, self._outbox, loaded.stop_ids, settings.rewind, log, settings.verbose
+        )
+        self._image_for = 0
+        self._images: dict[int, bool] = {}
+        self._over = threading.Event()
+        self._failed = False
+        self._save_due = threading.Event()
+
+    def run(self) -> int:
+        """Handshake, serve, end. The main thread only waits, so that signals are seen at once."""
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self._engine.note = self._note
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal if sys.stdin is not None and sys.stdin.isatty() else signal.SIG_IGN)
+        self._outbox.send(
+            lines.READY
+            + (lines.caps(False, len(self._engine.slots)) if self._settings.caps else b"")
+            + lines.stat(peak_rss_gb())
+            + self._telemetry.emap()
+        )
+        admission = threading.Thread(target=self._guarded(self._admit), name="admission", daemon=True)
+        engine = threading.Thread(target=self._guarded(self._work), name="engine", daemon=True)
+        self._inbox.start()
+        admission.start()
+        engine.start()
+        self._over.wait()
+        return self._leave(engine)
+
+    # -- threads
+
+    def _guarded(self, body: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                body()
+            except BaseException:
+                _stderr_log(traceback.format_exc().rstrip("\n"))
+                self._failed = True
+                raise
+            finally:
+                self._over.set()
+
+        return run
+
+    def _work(self) -> None:
+        self._schedule.run()
+
+    def _admit(self) -> None:
+        while True:
+            frame = self._inbox.get()
+            if self._save_due.is_set():
+                self._save_due.clear()
+                self._usage.save(self._telemetry.heat)
+            if isinstance(frame, Eof):
+                self._desk.end_of_input()
+                self._over.wait()
+                return
+            if isinstance(frame, Prompt):
+                self._admission.consider(frame, self._images.pop(frame.id, False))
+
+    def _on_frame(self, frame: Frame) -> bool:
+        """In the reader thread: everything that needs no tokens takes effect here and now."""
+        if isinstance(frame, Prompt):
+            if self._desk.announce(frame.id):
+                self._images[frame.id] = frame.id == self._image_for
+                if self._images[frame.id]:
+                    self._image_for = 0
+                return False
+            self._outbox.send(lines.error(frame.id, Code.DUPLICATE_ID))
+        elif isinstance(frame, Cancel):
+            if not self._desk.cancel(frame.id):
+                self._outbox.send(lines.error(frame.id, Code.NOT_FOUND))
+        elif isinstance(frame, Stop):
+            self._desk.stop(frame.id)
+        elif isinstance(frame, Image):
+            self._image_for = frame.id
+        elif isinstance(frame, Refused):
+            self._log(f"refused {frame.id}: {frame.reason}")
+            self._outbox.send(lines.error(frame.id, frame.code, frame.detail))
+        else:
+            self._log(f"ignored a line: {frame.line[:80]!r}")
+        return True
+
+    # -- ends of turns
+
+    def _finish(self, turn: Turn, end: End, detail: str) -> None:
+        """The one terminal frame of a turn, and what goes with it."""
+        if turn.scores and turn.forwards:
+            turn.slot.resumable = False
+        uses = self._telemetry.absorb(turn)
+        if end is End.CANCELLED:
+            self._log(lines.cancel(turn.id, len(turn.prompt), turn.emitted, turn.slot.filled))
+            block = lines.error(turn.id, Code.CANCELLED)
+        elif end is End.FAILED:
+            code, _, rest = detail.partition(" ")
+            block = lines.error(turn.id, code, rest)
+        else:
+            block = self._telemetry.success(turn, end, uses)
+        self._outbox.send(block + self._emap())
+        self._save_due.set()
+        self._inbox.poke()
+
+    def _emap(self) -> bytes:
+        return b"" if self._desk.no_more else self._telemetry.emap()
+
+    # -- leaving
+
+    def _peer_gone(self) -> None:
+        self._stop_everything()
+
+    def _drained(self) -> None:
+        self._inbox.wake()
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self._stop_everything()
+
+    def _stop_everything(self) -> None:
+        self._desk.stopping = True
+        self._over.set()
+
+    def _leave(self, engine: threading.Thread) -> int:
+        with self._desk.lock:
+            self._desk.wake.notify_all()
+        self._usage.save(self._telemetry.heat)
+        if self._settings.verbose:
+            self._log(lines.steps(self._schedule.steps, self._schedule.step_rows))
+        dropped = self._desk.stopping
+        while not self._desk.stopping and not self._outbox.flush(FLUSH_SECONDS):
+            pass
+        self._outbox.close(FLUSH_SECONDS)
+        if dropped:
+            engine.join(FLUSH_SECONDS)
+        sys.stderr.flush()
+        # a pass that still runs must not hold up the exit, and there is nothing left to lose
+        os._exit(1 if self._failed else 0)
+
+    def _note(self, line: str) -> None:
+        self._log(line)
+
+
+def _stderr_log(line: str) -> None:
+    with contextlib.suppress(OSError):  # a closed stderr must not stop anything
+        os.write(2, line.encode() + b"\n")
+
+
+def _no_log(_line: str) -> None:
+    return

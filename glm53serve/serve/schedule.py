@@ -1,0 +1,219 @@
+"""The engine thread: one prompt chunk, one decode step, over and over, while there are turns.
+
+A step carries one row of every decoding turn. The top of the loop always finds a decoding turn with `filled == prompt + emitted`, so a
+cancel that is seen there leaves a slot whose history is exactly what was sent.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from time import perf_counter
+
+from glm53serve.engine.engine import Engine
+from glm53serve.engine.sampling import NO_PREDICTOR, choose, score
+from glm53serve.engine.seam import DeviceLost, Halted
+from glm53serve.engine.tokenizer import Tokenizer
+from glm53serve.serve import lines
+from glm53serve.serve.outbox import Outbox
+from glm53serve.serve.turns import Desk, End, Turn
+
+SHARED_CHUNK_SECONDS = 1.0
+SMALLEST_CHUNK = 16
+ROOM_POLL_SECONDS = 0.02
+ASCII_BLANKS = frozenset(b" \t\n\r\v\f")
+
+
+class Schedule:
+    """Runs turns of a `Desk` on an `Engine`, writing frames to an `Outbox`. `log` takes verbose lines, `verbose` allows tracebacks."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        desk: Desk,
+        outbox: Outbox,
+        stop_ids: frozenset[int],
+        rewind: bool,
+        log: Callable[[str], None],
+        verbose: bool,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._desk = desk
+        self._outbox = outbox
+        self._stop_ids = stop_ids
+        self._rewind = rewind
+        self._log = log
+        self._verbose = verbose
+        self._rows_a_second = 0.0
+        self._started: Turn | None = None
+        self.steps = 0
+        self.step_rows = 0
+
+    def run(self) -> None:
+        """Work until input has ended and every turn is done, or until the desk says stop."""
+        rested = True
+        while True:
+            with self._desk.lock:
+                while not self._desk.stopping and self._desk.idle() and not self._desk.everything_done():
+                    if not rested:
+                        self._engine.check_integrity()
+                        gc.collect()
+                        rested = True
+                    self._desk.wake.wait()
+                if self._desk.stopping or self._desk.everything_done():
+                    return
+                rested = False
+                prefilling = self._desk.prefilling()
+                decoding = self._desk.decoding()
+            if not self._outbox.wait_room(ROOM_POLL_SECONDS):
+                continue
+            if decoding:
+                self._decode(decoding)
+            if prefilling is not None:
+                self._chunk(prefilling, shared=bool(decoding))
+
+    # -- prompts
+
+    def _chunk(self, turn: Turn, shared: bool) -> None:
+        with self._desk.lock:
+            if not turn.live:
+                return
+            turn.busy = True
+        try:
+            if turn is not self._started:
+                self._start(turn)
+                self._started = turn
+            if turn.logits is None:
+                self._compute(turn, shared)
+            failed = ""
+        except Halted as halt:
+            self._log(lines.halt(halt.layer, self._engine.config.num_layers, turn.slot.filled, halt.on_device))
+            self._end(turn, End.CANCELLED)
+            return
+        except Exception as error:  # noqa: BLE001 - whatever fails in a pass costs that turn, never the daemon
+            failed = self._explain(error)
+        if failed:
+            self._end(turn, End.FAILED, failed)
+            return
+        with self._desk.lock:
+            turn.busy = False
+            if turn.cancelled or turn.stopped:
+                self._desk.end(turn, End.STOPPED)
+            elif turn.logits is not None:
+                self._desk.prefilled(turn)
+                if turn.limit == 0:
+                    self._desk.end(turn, End.SCORED)
+
+    def _start(self, turn: Turn) -> None:
+        slot = turn.slot
+        reuse = self._engine.plan(slot, turn.prompt)
+        self._log(lines.reuse(turn.id, reuse.reused, len(turn.prompt), reuse.filled_before, reuse.common, reuse.word))
+        self._engine.clear_uses(slot)
+        self._engine.begin(slot, turn.prompt, reuse)
+        if reuse.word == "equal" and reuse.reused:
+            turn.logits = slot.logits
+
+    def _compute(self, turn: Turn, shared: bool) -> None:
+        engine, slot = self._engine, turn.slot
+        start = slot.filled
+        rows = engine.chunk
+        if shared:
+            rows = min(rows, max(SMALLEST_CHUNK, int(self._rows_a_second * SHARED_CHUNK_SECONDS)))
+        ids = turn.prompt[start : start + rows]
+        before = slot.logits
+        began = perf_counter()
+        done = engine.forward_prefill(slot, ids, halt=lambda: turn.cancelled or self._desk.stopping, guard=True, all_rows=turn.scores > 0)
+        self._rows_a_second = len(ids) / (perf_counter() - began)
+        turn.forwards += 1
+        turn.cost.add(done.cost)
+        complete = slot.filled == len(turn.prompt)
+        if turn.scores and done.rows is not None:
+            for i, token in enumerate(ids):
+                row = done.rows[i - 1] if i else before
+                scored = NO_PREDICTOR if row is None else score(row, token, turn.scores)
+                self._outbox.send(lines.echo(turn.id, start + i, self._tokenizer.text(token), scored))
+        if complete:
+            if turn.pin:
+                engine.checkpoint(slot, "pin")
+            turn.logits = done.logits
+        engine.checkpoint(slot, "boundary")
+
+    # -- decode
+
+    def _decode(self, turns: list[Turn]) -> None:
+        chosen = [(turn, choose(turn.logits, turn.sampling, turn.emitted)) for turn in turns if turn.logits is not None]
+        rows: list[tuple[Turn, int]] = []
+        with self._desk.lock:
+            for turn, token in chosen:
+                if turn.live and self._emit(turn, token):
+                    turn.busy = True
+                    rows.append((turn, token))
+        if not rows:
+            return
+        try:
+            for turn, token in rows:
+                self._remember_before_blanks(turn, token)
+            logits, cost = self._engine.forward_step([(turn.slot, token) for turn, token in rows])
+        except Exception as error:  # noqa: BLE001 - whatever fails in a step costs its turns, never the daemon
+            detail = self._explain(error)
+            for turn, _ in rows:
+                self._end(turn, End.FAILED, detail)
+            return
+        self.steps += 1
+        self.step_rows += len(rows)
+        with self._desk.lock:
+            for (turn, _), row in zip(rows, logits, strict=True):
+                turn.busy = False
+                turn.logits = row
+                turn.forwards += 1
+                turn.cost.add(cost, 1.0 / len(rows))
+                if turn.cancelled or turn.stopped:
+                    self._desk.end(turn, End.STOPPED)
+
+    def _emit(self, turn: Turn, token: int) -> bool:
+        """Send a chosen token, or end the turn instead of or after it; True when the turn goes on. Under the lock."""
+        if turn.cancelled or turn.stopped:
+            self._desk.end(turn, End.STOPPED)
+            return False
+        if token in self._stop_ids:
+            self._desk.end(turn, End.STOP_TOKEN)
+            return False
+        scored = score(turn.logits, token, turn.scores) if turn.scores and turn.logits is not None else None
+        self._outbox.send(lines.data(turn.id, self._tokenizer.text(token), scored))
+        turn.emitted += 1
+        if turn.emitted == turn.limit:
+            turn.slot.cut(turn.slot.filled)
+            turn.slot.history.append(token)
+            self._desk.end(turn, End.LIMIT)
+            return False
+        return True
+
+    def _remember_before_blanks(self, turn: Turn, token: int) -> None:
+        text = self._tokenizer.text(token)
+        blank = bool(text) and all(b in ASCII_BLANKS for b in text)
+        if self._rewind and blank and not turn.blank_run:
+            self._engine.checkpoint(turn.slot, "rewind")
+        turn.blank_run = blank
+
+    # -- ends
+
+    def _end(self, turn: Turn, end: End, detail: str = "") -> None:
+        with self._desk.lock:
+            turn.busy = False
+            self._desk.end(turn, end, detail)
+
+    def _explain(self, error: Exception) -> str:
+        if self._verbose:
+            self._log(traceback.format_exc().rstrip("\n"))
+        if isinstance(error, MemoryError):
+            return "NO_MEMORY"
+        if isinstance(error, DeviceLost):
+            return "DEVICE_LOST"
+        tensor = getattr(error, "tensor", "")
+        if tensor:
+            return f"IO {tensor}"
+        return "INTERNAL"
+

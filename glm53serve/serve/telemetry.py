@@ -1,0 +1,48 @@
+"""What a turn's end tells the peer and the next start: HITS, PROF, DONE, EMAP, and the usage history of experts."""
+
+from __future__ import annotations
+
+import resource
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53serve.engine.engine import Engine
+from glm53serve.serve import lines
+from glm53serve.serve.turns import End, Turn
+
+
+def peak_rss_gb() -> float:
+    """Peak resident memory of this process in KiB / 10^6, the wire's unit."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+class Telemetry:
+    """Counts expert uses over all turns (`heat`, uint64 [sparse layers, experts]) and formats the lines about them."""
+
+    def __init__(self, engine: Engine, heat: NDArray[np.uint64]) -> None:
+        self._engine = engine
+        self.heat = heat
+
+    def emap(self) -> bytes:
+        """The EMAP line as of now; empty for a model without sparse layers."""
+        return lines.emap(self._engine.tiers(), self.heat)
+
+    def absorb(self, turn: Turn) -> NDArray[np.uint32]:
+        """Add an ending turn's expert uses to the heat and return them."""
+        uses = self._engine.expert_uses(turn.slot).copy()
+        self._engine.clear_uses(turn.slot)
+        self.heat += uses
+        return uses
+
+    def success(self, turn: Turn, end: End, uses: NDArray[np.uint32]) -> bytes:
+        """HITS, PROF and DONE of a turn."""
+        wall = perf_counter() - turn.accepted
+        cost = turn.cost
+        profile = lines.Profile(
+            wall, len(turn.prompt), turn.emitted, cost.disk, 0.0, cost.experts, cost.attention, cost.head, turn.forwards
+        )
+        speed = turn.emitted / wall if wall > 0 else 0.0
+        done = lines.done(turn.id, turn.emitted, speed, self._engine.hit_rate(), peak_rss_gb(), len(turn.prompt), end is End.LIMIT)
+        return lines.hits(uses > 0) + lines.prof(profile) + done
