@@ -1,0 +1,200 @@
+"""Cases about ending a turn early: STOP, and CANCEL before, inside and after a prompt chunk."""
+
+from __future__ import annotations
+
+import time
+
+from harness.cases_turns import prime
+from harness.client import Client, HaltLine
+from harness.ledger import Turn
+from harness.rig import Failed, Rig, case, ended, expect
+
+FRACTIONS = (0.5, 0.3, 0.7, 0.15, 0.85)
+
+
+def _busy(client: Client, rig: Rig, slot: int = 0) -> Turn:
+    """Start a long prompt in one chunk and wait for its ACCEPT."""
+    turn = client.submit(rig.digits(1000, 30), slot, 4, logprobs=4)
+    client.wait_accept(turn)
+    return turn
+
+
+@case
+def stop(rig: Rig) -> str:
+    """STOP of a decoding, a waiting and a prefilling turn ends with DONE; of an unknown id it is ignored."""
+    runner = rig.runner()
+    with rig.start(2, GLM53_PREFILL_CHUNK="64", GLM53_CHECKPOINT_GB="0") as client:
+        turn = client.submit(runner, 0, 160)
+        client.wait_tokens(turn, 3)
+        client.stop(turn)
+        ended(turn, "DONE")
+        assert turn.done is not None
+        expect("the stopped text", rig.fresh(runner, 160, 1).text.startswith(turn.text), True)
+        if turn.done.length_limited or len(turn.tokens) >= len(rig.fresh(runner, 160, 1).tokens):
+            raise Failed(f"STOP after 3 tokens, but {len(turn.tokens)} came, length_limited {turn.done.length_limited:d}")
+        long = client.submit(rig.digits(1000, 30), 0, 4, logprobs=4)
+        client.wait_accept(long)
+        waiting = client.submit(rig.digits(50, 31), 1, 4)
+        client.stop(waiting)
+        ended(waiting, "DONE")
+        assert waiting.done is not None and waiting.prof is not None
+        figures = (waiting.done.emitted, waiting.done.length_limited, waiting.prof.forwards)
+        expect("a stopped waiting turn: emitted, length_limited, forwards", figures, (0, False, 0))
+        expect("the prefilling turn", long.outcome, "in flight")
+        client.stop(long)
+        ended(long, "DONE")
+        assert long.done is not None and long.prof is not None
+        expect("a stopped prompt: emitted, length_limited", (long.done.emitted, long.done.length_limited), (0, False))
+        if long.prof.forwards >= 16:
+            raise Failed("all 16 chunks were computed")
+        client.stop(31337)
+        client.not_found(31338)
+        client.expect_quiet(0.05)
+        again = client.answer(rig.digits(1000, 30), 0, 4, logprobs=4)
+        line = client.reuse(again)
+        said = rig.same(again, rig.fresh(rig.digits(1000, 30), 4))
+        if long.prof.forwards:
+            expect("the prompt after its STOP", (line.word, line.reused), ("extend", 64 * long.prof.forwards))
+        return f"stopped after {len(turn.tokens)} tokens and {long.prof.forwards} chunks; {said}"
+
+
+@case
+def cancel_waiting(rig: Rig) -> str:
+    """A waiting turn is cancelled at once and never computed; the one that runs is not touched."""
+    with rig.start(2, GLM53_PREFILL_CHUNK="4096") as client:
+        first = _busy(client, rig)
+        second = client.submit(rig.digits(300, 31), 1, 4)
+        client.wait_accept(second)
+        at = client.cancel(second)
+        ended(second, "CANCELLED")
+        took = second.ended_at - at
+        expect("the turn that runs", first.outcome, "in flight")
+        ended(first, "DONE")
+        said = rig.same(first, rig.fresh(rig.digits(1000, 30), 4))
+        line = client.cancel_line(second)
+        expect("CANCEL", (line.prompt_tokens, line.emitted, line.filled), (300, 0, 0))
+        if any(getattr(note, "id", 0) == second.id and type(note).__name__ == "ReuseLine" for note in client.notes):
+            raise Failed("a REUSE line for a turn that never began")
+        return f"acknowledged in {1000 * took:.1f} ms; {said}"
+
+
+@case
+def cancel_decode(rig: Rig) -> str:
+    """CANCEL while decoding: the counts on stderr are the DATA frames received, and the slot goes on from there."""
+    runner = rig.runner()
+    seen = []
+    with rig.start(1, GLM53_CHECKPOINT_GB="0") as client:
+        for after in (1, 4, 9):
+            for _ in range(5):
+                turn = client.submit(runner, 0, 160, logprobs=1)
+                client.wait_tokens(turn, after)
+                client.cancel(turn)
+                turn.wait()
+                if turn.done is None:
+                    break
+            expect(f"CANCEL after {after} tokens", turn.outcome, "CANCELLED")
+            assert turn.accept is not None
+            line = client.cancel_line(turn)
+            prompt = turn.accept.prompt_tokens
+            expect("CANCEL", (line.prompt_tokens, line.emitted, line.filled), (prompt, len(turn.tokens), prompt + len(turn.tokens)))
+            expect("the text so far", rig.fresh(runner, 160, 1).text.startswith(turn.text), True)
+            seen.append(len(turn.tokens))
+            follow = runner + turn.text + rig.digits(6, 32)
+            said = rig.same(client.answer(follow, 0, 8, logprobs=4), rig.fresh(follow))
+        client.not_found(turn.id)
+    return f"after {seen} tokens; {said}"
+
+
+@case
+def cancel_chunk_one(rig: Rig) -> str:
+    """PROMPT and CANCEL in one write with chunks of one token: no DATA, and the retry answers as a fresh engine."""
+    prompt = rig.digits(150, 33)
+    filled = []
+    with rig.start(1, GLM53_PREFILL_CHUNK="1", GLM53_CHECKPOINT_GB="0") as client:
+        for pause in (None, 0.0, 0.005, 0.02):
+            turn = client.submit(prompt, 0, 4, logprobs=4, cancel=pause is None)
+            if pause is not None:
+                client.wait_accept(turn)
+                time.sleep(pause)
+                client.cancel(turn)
+            turn.wait()
+            if turn.done is not None and pause:
+                continue
+            expect("turn ended with", turn.outcome, "CANCELLED")
+            expect("DATA frames", len(turn.tokens), 0)
+            line = client.cancel_line(turn)
+            expect("CANCEL", (line.prompt_tokens, line.emitted), (150, 0))
+            if line.filled >= 150:
+                raise Failed(f"cancelled, but all {line.filled} positions are filled")
+            filled.append(line.filled)
+        retry = client.answer(prompt, 0, 8, logprobs=4)
+        return f"filled {filled}; " + rig.same(retry, rig.fresh(prompt))
+
+
+@case
+def cancel_boundary(rig: Rig) -> str:
+    """CANCEL in a later chunk: the chunks before it stay, the retry goes on from there."""
+    prompt = rig.digits(1000, 34)
+    kept = []
+    with rig.start(1, GLM53_PREFILL_CHUNK="250", GLM53_CHECKPOINT_GB="0") as client:
+        prime(client, rig.digits(10, 35))
+        timed = client.answer(prompt, 0, 1)
+        assert timed.prof is not None
+        for fraction in (0.4, 0.6, 0.8):
+            prime(client, rig.digits(10, 35))
+            turn = client.submit(prompt, 0, 4)
+            client.wait_accept(turn)
+            time.sleep(fraction * timed.prof.forward_time)
+            client.cancel(turn)
+            turn.wait()
+            if turn.done is not None:
+                continue
+            line = client.cancel_line(turn)
+            expect("filled is a chunk boundary", (line.filled % 250, line.emitted), (0, 0)) if line.filled != 10 else None
+            retry = client.answer(prompt, 0, 8, logprobs=4)
+            expect("the retry reuses", client.reuse(retry).reused, line.filled if line.filled != 10 else 0)
+            said = rig.same(retry, rig.fresh(prompt))
+            kept.append(line.filled)
+    if not kept:
+        raise Failed("no CANCEL landed inside the prompt")
+    return f"kept {kept}; {said}"
+
+
+@case
+def proof(rig: Rig) -> str:
+    """CANCEL inside one chunk of 1,000 tokens over 10 that are cached: a HALT, nothing said, nothing changed."""
+    ten, thousand = rig.digits(10, 40), rig.digits(1000, 40)
+    with rig.start(2, GLM53_PREFILL_CHUNK="4096", GLM53_CHECKPOINT_GB="0") as client:
+        expect("tokens that prime the slot", prime(client, ten, 1), 10)
+        timed = client.answer(thousand, 1, 4, logprobs=4)
+        assert timed.prof is not None
+        whole = timed.prof.forward_time
+        rig.same(timed, rig.fresh(thousand, 4))
+        tried = []
+        for fraction in FRACTIONS:
+            prime(client, ten)
+            notes = len(client.notes)
+            turn = client.submit(thousand, 0, 4, logprobs=4, id=51)
+            client.wait_accept(turn)
+            time.sleep(fraction * whole)
+            client.cancel(turn)
+            turn.wait()
+            assert turn.cancelled_at is not None
+            took = turn.ended_at - turn.cancelled_at
+            halts = [note for note in client.notes[notes:] if isinstance(note, HaltLine)]
+            tried.append(f"{fraction:g} {turn.outcome}{' HALT' if halts else ''}")
+            if turn.outcome != "CANCELLED" or not halts:
+                continue
+            expect("DATA frames", len(turn.tokens), 0)
+            line = client.cancel_line(turn)
+            expect("CANCEL", (line.prompt_tokens, line.emitted, line.filled), (1000, 0, 10))
+            expect("HALT back to", halts[-1].filled, 10)
+            if rig.chain and not halts[-1].on_device:
+                raise Failed(f"the HALT at layer {halts[-1].layer} was not on the device")
+            retry = client.answer(thousand, 0, 4, logprobs=4)
+            reused = client.reuse(retry)
+            expect("the retry", (reused.word, reused.reused), ("extend", 10))
+            said = rig.same(retry, rig.fresh(thousand, 4))
+            where = f"layer {halts[-1].layer} of {halts[-1].layers}{' on the device' if halts[-1].on_device else ''}"
+            return f"halted in {where}, {1000 * took:.1f} ms after CANCEL at {fraction:g} of {whole:.3f} s; {said}"
+    raise Failed(f"no CANCEL landed inside the chunk of {whole:.3f} s: {', '.join(tried)}")
