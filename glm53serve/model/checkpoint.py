@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from glm53serve.model import layout
 from glm53serve.model.config import FULL, KDA, SPARSE, ModelConfig, load_config
 from glm53serve.model.errors import CheckpointError, ModelError
+from glm53serve.model.inventory import check_names, mtp_layers, sort_out
 from glm53serve.model.layout import Need
 from glm53serve.model.quant import bf16_to_f32
 from glm53serve.model.safetensors_file import TensorInfo, read_directory
@@ -77,11 +77,9 @@ class Checkpoint:
         self._out = Need((config.hidden_size, config.moe_intermediate_size), True)
         self._into_packed = Need((config.n_routed_experts, 2 * config.moe_intermediate_size, config.hidden_size), True)
         self._out_packed = Need((config.n_routed_experts, config.hidden_size, config.moe_intermediate_size), True)
-        text = sum(t.nbytes for t in tensors.values()) - self.mtp_bytes
-        self.expert_bytes = sum(t.nbytes for name, t in tensors.items() if ".mlp.experts." in name) - sum(
-            t.nbytes for t in mtp if ".mlp.experts." in t.name
-        )
-        self.dense_bytes = text - self.expert_bytes
+        routed = sum(t.nbytes for name, t in tensors.items() if ".mlp.experts." in name)
+        self.expert_bytes = routed - sum(t.nbytes for t in mtp if ".mlp.experts." in t.name)
+        self.dense_bytes = sum(t.nbytes for t in tensors.values()) - self.mtp_bytes - self.expert_bytes
         self.notes = _notes(config, self, len(vision), len(mtp))
 
     # -- weights
@@ -260,18 +258,18 @@ def open_checkpoint(directory: Path | str, config: ModelConfig | None = None) ->
     directory = Path(directory)
     config = load_config(directory) if config is None else config
     files, found = read_directory(directory)
-    tensors, vision, unknown = _sort_out(found)
+    tensors, vision, unknown = sort_out(found)
     head = "lm_head.weight" in tensors or not config.tie_word_embeddings
     needs = dict(layout.end_needs(config, head))
     for layer in range(config.num_layers):
         needs.update(layout.layer_needs(config, layer, tensors))
         if config.mlp_kinds[layer] == SPARSE:
             needs.update(layout.routed_needs(config, layer, tensors))
-    blocks = _mtp_layers(config, tensors)
+    blocks = mtp_layers(config, tensors)
     trunk = len(needs)
     for layer in blocks:
         needs.update(layout.mtp_needs(config, layer, tensors))
-    _check_names(tensors, needs, unknown, trunk, config.num_layers)
+    check_names(tensors, needs, unknown, trunk, config.num_layers)
     for name, need in needs.items():
         tensor = tensors[name]
         if need.matrix:
@@ -283,68 +281,6 @@ def open_checkpoint(directory: Path | str, config: ModelConfig | None = None) ->
     starts = tuple(f"layers.{layer}." for layer in blocks)
     mtp = [tensor for name, tensor in tensors.items() if starts and name.startswith(starts)]
     return Checkpoint(directory, config, files, tensors, vision, mtp)
-
-
-def _sort_out(found: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], list[TensorInfo], list[TensorInfo]]:
-    """(text tensors by canonical name, vision tensors, tensors with no known prefix). Raises CheckpointError when two names mean one tensor."""
-    text: dict[str, TensorInfo] = {}
-    vision, unknown = [], []
-    for name, tensor in found.items():
-        if name.startswith(layout.VISION_PREFIX):
-            vision.append(tensor)
-            continue
-        ours = layout.canonical(name)
-        if ours is None:
-            unknown.append(tensor)
-        elif ours in text:
-            raise CheckpointError(f"{name}: {tensor}, {text[ours].name} is the same weight: the config needs one of them")
-        else:
-            text[ours] = tensor
-    return text, vision, unknown
-
-
-def _mtp_layers(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> list[int]:
-    """Layer numbers of the MTP blocks of which anything is there."""
-    first = config.num_layers
-    allowed = range(first, first + max(config.num_nextn_predict_layers, 1))
-    counted = Counter(name.split(".", 2)[1] for name in tensors if name.startswith("layers."))
-    return [layer for layer in allowed if str(layer) in counted]
-
-
-def _check_names(tensors: Mapping[str, TensorInfo], needs: Mapping[str, Need], unknown: list[TensorInfo], trunk: int, layers: int) -> None:
-    """Exactly the tensors needed are there, each quantised matrix with its scale and no other scale. Raises CheckpointError."""
-    known = set(needs)
-    missing: str | None = None
-    for position, (name, need) in enumerate(needs.items()):
-        tensor = tensors.get(name)
-        scale = None
-        if tensor is not None and need.matrix and (fmt := format_of(tensor)) is not None:
-            scale = scale_name(name, fmt)
-            if scale is not None:
-                known.add(scale)
-        absent = name if tensor is None else scale if scale is not None and scale not in tensors else None
-        if absent is not None and missing is None:
-            wanted = list(need.shape) if absent == name else f"the scales of {tensor.name if tensor else name}"
-            part = "" if position < trunk else f" (the MTP block, layer {layers} on, is there in part)"
-            missing = f"{_disk_name(absent, tensors)}: missing, the config needs {wanted}{part}"
-    stray = next((t for name, t in tensors.items() if name not in known), None)
-    if stray is None and unknown:
-        stray = unknown[0]
-    parts = [] if stray is None else [f"{stray.name}: {stray}, the config needs no such tensor"]
-    if missing is not None:
-        parts.append(missing)
-    if parts:
-        raise CheckpointError("; ".join(parts))
-
-
-def _disk_name(name: str, tensors: Mapping[str, TensorInfo]) -> str:
-    """The name a missing tensor would have in these files."""
-    if name.startswith("lm_head."):
-        return name
-    short_prefix = any(t.name.startswith("model.") for t in tensors.values()) and not any(
-        t.name.startswith(layout.PREFIXES[0]) for t in tensors.values()
-    )
-    return layout.PREFIXES[1 if short_prefix else 0] + name
 
 
 def _notes(config: ModelConfig, checkpoint: Checkpoint, vision: int, mtp: int) -> list[str]:
