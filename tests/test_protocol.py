@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 import tracemalloc
@@ -53,7 +54,7 @@ def test_a_payload_is_any_bytes() -> None:
 def test_control_lines_and_ignored_ones() -> None:
     frames = parse(b"CANCEL 5\nSTOP 6\r\n\n\r\n  \nprompt 1\n" + b"x" * 9000 + b"\nCANCEL  7 \n")
     assert frames[:2] == [Cancel(5), Stop(6)] and frames[-1] == Cancel(7)
-    assert all(isinstance(f, Ignored) for f in frames[2:-1]) and len(frames) == 7
+    assert all(isinstance(f, Ignored) for f in frames[2:-1]) and len(frames) == 8
     assert frames[5] == Ignored(b"prompt 1")
 
 
@@ -136,12 +137,10 @@ def test_wrong_terminators() -> None:
     refused_then_next(b"IMAGE 4 3 1 1\nabc?\n", 4)
 
 
-@pytest.mark.parametrize(
-    "start", [b"PROMPT 4 0 3 5 1 1\n", b"PROMPT 4 0 3 5 1 1\nab", b"PROMPT 4 0 3 5 1 1\nabc", b"PROMPT 4 0 3 5 1 1\nabc\r", b"PROMPT 4 0 3 5 1 1\nabcd"]
-)
-def test_input_that_ends_inside_a_frame(start: bytes) -> None:
+@pytest.mark.parametrize("body", [b"", b"ab", b"abc", b"abc\r", b"abcd"])
+def test_input_that_ends_inside_a_frame(body: bytes) -> None:
     for step in (None, 1):
-        (frame,) = parse(start, step)
+        (frame,) = parse(b"PROMPT 4 0 3 5 1 1\n" + body, step)
         assert isinstance(frame, Refused) and (frame.id, frame.code) == (4, Code.BAD_FRAME)
 
 
@@ -215,7 +214,7 @@ def test_time_is_linear_in_the_input_however_it_is_cut() -> None:
         return time.perf_counter() - began
 
     assert seconds(16 << 20, 1 << 16) < 2.0
-    small, large = min(seconds(1 << 16, 1) for _ in range(3)), min(seconds(1 << 19, 1) for _ in range(2))
+    small, large = min(seconds(1 << 15, 1) for _ in range(3)), min(seconds(1 << 18, 1) for _ in range(2))
     assert large < 8 * small * 4
 
 
@@ -248,7 +247,7 @@ STREAMS = st.lists(st.one_of(WORDS, st.binary(max_size=6)), max_size=40).map(b""
 def in_pieces(data: bytes, cuts: list[int]) -> list[Told]:
     parser = Parser(payload_limit=LIMIT, image_limit=2 * LIMIT)
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    frames = [frame for low, high in zip(edges, edges[1:], strict=False) for frame in parser.feed(data[low:high])]
+    frames = [frame for low, high in itertools.pairwise(edges) for frame in parser.feed(data[low:high])]
     return [told(frame) for frame in frames + parser.eof()]
 
 

@@ -21,7 +21,7 @@ def test_emap_is_tier_and_heat() -> None:
     uses = np.array([[0, 1, 2, 3], [255, 256, (1 << 62) - 1, (1 << 64) - 1]], np.uint64)
     tiers = np.array([[0, 1, 2, 1], [0, 0, 1, 2]], np.uint8)
     heat = [[0, 1, 2, 2], [8, 9, 62, 63]]
-    expected = "".join(f"{tier << 6 | h:02x}" for tier, h in zip(tiers.ravel().tolist(), sum(heat, []), strict=True))
+    expected = "".join(f"{tier << 6 | h:02x}" for tier, h in zip(tiers.ravel().tolist(), heat[0] + heat[1], strict=True))
     assert lines.emap(tiers, uses) == f"EMAP 2 4 {expected}\n".encode()
     assert lines.heat(uses).tolist() == heat
     assert lines.emap(np.zeros((0, 4), np.uint8), np.zeros((0, 4), np.uint64)) == b""
