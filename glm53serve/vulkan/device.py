@@ -1,0 +1,403 @@
+"""A logical device: one compute queue, memory, buffers, pipelines and descriptor sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from glm53serve.engine.seam import DeviceLost
+from glm53serve.vulkan import modules
+from glm53serve.vulkan.binding import check, new
+from glm53serve.vulkan.devices import DEVICE_LOCAL, HOST_CACHED, HOST_COHERENT, HOST_VISIBLE, DeviceInfo, list_devices, pick
+from glm53serve.vulkan.errors import OutOfDeviceMemory
+from glm53serve.vulkan.faults import VulkanFaults
+from glm53serve.vulkan.instance import Instance
+
+STORAGE_USAGE = 0x20 | 1 | 2
+SLAB = 32 << 20
+BINDINGS = 8
+PUSH_BYTES = 64
+SETS_A_POOL = 512
+STAGE_COMPUTE, STAGE_TRANSFER, STAGE_HOST = 0x800, 0x1000, 0x4000
+SHADER_READ, SHADER_WRITE, TRANSFER_READ, TRANSFER_WRITE, HOST_READ, HOST_WRITE = 0x20, 0x40, 0x800, 0x1000, 0x2000, 0x4000
+STAGING = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A range of a VkBuffer. `mapped` is a writable uint8 view of the very bytes where the host sees them, else None."""
+
+    handle: Any
+    offset: int
+    nbytes: int
+    mapped: NDArray[np.uint8] | None = None
+
+    def view(self, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """The mapped bytes as an array."""
+        assert self.mapped is not None
+        return self.mapped.view(dtype)
+
+    def part(self, offset: int, nbytes: int) -> Buffer:
+        """A range inside this one."""
+        return Buffer(self.handle, self.offset + offset, nbytes, None if self.mapped is None else self.mapped[offset : offset + nbytes])
+
+
+@dataclass(slots=True)
+class _Slab:
+    handle: Any
+    size: int
+    used: int = 0
+
+
+class Device:
+    """Opens a device and keeps everything made from it until `close`.
+
+    wanted, allow_cpu: see `devices.pick`. validate: the Khronos layer with synchronisation validation, `instance.messages` must stay empty.
+    halt_word: kernels look at the halt word first (off only in tests that measure what it is worth).
+    Raises VulkanUnavailable.
+    """
+
+    def __init__(self, wanted: str = "", allow_cpu: bool = False, validate: bool = False, faults: VulkanFaults | None = None, halt_word: bool = True) -> None:
+        self.instance = Instance(validate)
+        self.ffi, self.lib, self.vk = self.instance.ffi, self.instance.lib, self.instance.vk
+        self.faults = faults or VulkanFaults()
+        self.halt_word = halt_word
+        try:
+            self.info: DeviceInfo = pick(list_devices(self.instance), wanted, allow_cpu)
+            self.handle = self._create()
+        except Exception:
+            self.instance.close()
+            raise
+        out = self.ffi.new("VkQueue*")
+        self.lib.vkGetDeviceQueue(self.handle, self.info.queue_family, 0, out)
+        self.queue = out[0]
+        self.lost = False
+        self.allocated = 0
+        self._memories: list[Any] = []
+        self._buffers: list[Any] = []
+        self._slab: _Slab | None = None
+        self._pipelines: dict[tuple[str, tuple[tuple[int, int], ...]], Any] = {}
+        self._modules: dict[str, Any] = {}
+        self._semaphores: list[Any] = []
+        self._pools: list[Any] = []
+        self._sets_left = 0
+        self._sets: dict[tuple[tuple[int, int, int], ...], Any] = {}
+        self._make_layouts()
+        self.command_pool = self._command_pool()
+        self._staging: Buffer | None = None
+        self.dummy = self.local(256)
+        self.zero([self.dummy])
+
+    # --- memory ------------------------------------------------------------------------------------------------------------------
+
+    def local(self, nbytes: int) -> Buffer:
+        """Device memory; small ranges share allocations. Not zeroed. Raises OutOfDeviceMemory."""
+        nbytes = max(64, nbytes)
+        if nbytes > self.info.binding_limit:
+            raise OutOfDeviceMemory(f"a range of {nbytes} bytes is more than the device binds ({self.info.binding_limit})")
+        if nbytes > SLAB // 4:
+            self.allocated += nbytes
+            return Buffer(self._allocate(nbytes, DEVICE_LOCAL, 0)[0], 0, nbytes)
+        slab, align = self._slab, self.info.offset_alignment
+        if slab is None or -(-slab.used // align) * align + nbytes > slab.size:
+            slab = self._slab = _Slab(self._allocate(SLAB, DEVICE_LOCAL, 0)[0], SLAB)
+            self.allocated += SLAB
+        offset = -(-slab.used // align) * align
+        slab.used = offset + nbytes
+        return Buffer(slab.handle, offset, nbytes)
+
+    def host(self, nbytes: int, cached: bool = False) -> Buffer:
+        """Host memory that the device sees, mapped for good and zeroed; `cached` for ranges that the host reads."""
+        wanted = HOST_VISIBLE | HOST_COHERENT
+        handle, memory = self._allocate(nbytes, wanted | (HOST_CACHED if cached else 0), wanted)
+        out = self.ffi.new("void**")
+        check(self.lib.vkMapMemory(self.handle, memory, 0, nbytes, 0, out), "vkMapMemory")
+        mapped = np.frombuffer(self.ffi.buffer(out[0], nbytes), np.uint8)
+        mapped[:] = 0
+        return Buffer(handle, 0, nbytes, mapped)
+
+    def _allocate(self, nbytes: int, wanted: int, fallback: int) -> tuple[Any, Any]:
+        ffi, lib, vk = self.ffi, self.lib, self.vk
+        self.faults.allocate(nbytes)
+        info = new(ffi, "VkBufferCreateInfo", vk.VK_STRUCTURE_TYPE_BUFFER_CREATE_INFO, size=nbytes, usage=STORAGE_USAGE)
+        out = ffi.new("VkBuffer*")
+        check(lib.vkCreateBuffer(self.handle, info, ffi.NULL, out), "vkCreateBuffer")
+        buffer = out[0]
+        needs = ffi.new("VkMemoryRequirements*")
+        lib.vkGetBufferMemoryRequirements(self.handle, buffer, needs)
+        ask = new(ffi, "VkMemoryAllocateInfo", vk.VK_STRUCTURE_TYPE_MEMORY_ALLOCATE_INFO, allocationSize=needs.size)
+        memory = ffi.new("VkDeviceMemory*")
+        try:
+            ask.memoryTypeIndex = self._memory_type(int(needs.memoryTypeBits), wanted, fallback)
+            check(lib.vkAllocateMemory(self.handle, ask, ffi.NULL, memory), f"allocation of {nbytes} bytes")
+        except OutOfDeviceMemory:
+            lib.vkDestroyBuffer(self.handle, buffer, ffi.NULL)
+            raise
+        self._buffers.append(buffer)
+        self._memories.append(memory[0])
+        check(lib.vkBindBufferMemory(self.handle, buffer, memory[0], 0), "vkBindBufferMemory")
+        return buffer, memory[0]
+
+    def _memory_type(self, allowed: int, wanted: int, fallback: int) -> int:
+        """A type with all wanted flags, host memory not in device memory if there is a choice."""
+        types = self.info.memory_types
+        for flags in (wanted, fallback):
+            fitting = [i for i, (have, _heap) in enumerate(types) if allowed >> i & 1 and have & flags == flags]
+            if wanted & HOST_VISIBLE:
+                fitting.sort(key=lambda i: bool(types[i][0] & DEVICE_LOCAL))
+            if fitting:
+                return fitting[0]
+        raise OutOfDeviceMemory("no fitting memory type")
+
+    # --- moving data -------------------------------------------------------------------------------------------------------------
+
+    def put(self, target: Buffer, *parts: NDArray[Any]) -> None:
+        """Copy arrays, one after another, into a device range through a staging buffer. Blocks until they are there."""
+        staging = self._stage()
+        assert staging.mapped is not None
+        at = filled = 0
+        for part in parts:
+            raw = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            done = 0
+            while done < raw.nbytes:
+                count = min(raw.nbytes - done, STAGING - filled)
+                staging.mapped[filled : filled + count] = raw[done : done + count]
+                filled, done = filled + count, done + count
+                if filled == STAGING:
+                    self.copy_now([(staging.part(0, filled), target.part(at, filled))])
+                    at, filled = at + filled, 0
+        if filled:
+            self.copy_now([(staging.part(0, filled), target.part(at, filled))])
+
+    def get(self, source: Buffer, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """A copy of a device range."""
+        staging, out = self._stage(), np.empty(source.nbytes, np.uint8)
+        assert staging.mapped is not None
+        for at in range(0, source.nbytes, STAGING):
+            count = min(STAGING, source.nbytes - at)
+            self.copy_now([(source.part(at, count), staging.part(0, count))])
+            out[at : at + count] = staging.mapped[:count]
+        return out.view(dtype)
+
+    def _stage(self) -> Buffer:
+        if self._staging is None:
+            self._staging = self.host(STAGING, cached=True)
+        return self._staging
+
+    def copy_now(self, pairs: list[tuple[Buffer, Buffer]]) -> None:
+        """Copy ranges (source, target of the same size) and wait."""
+        from glm53serve.vulkan.commands import Commands
+
+        commands = Commands(self)
+        commands.begin()
+        commands.barrier(STAGE_COMPUTE | STAGE_TRANSFER, STAGE_TRANSFER, SHADER_WRITE | TRANSFER_WRITE, TRANSFER_READ | TRANSFER_WRITE)
+        for source, target in pairs:
+            commands.copy(source, target)
+        commands.barrier(STAGE_TRANSFER, STAGE_COMPUTE | STAGE_HOST, TRANSFER_WRITE, SHADER_READ | SHADER_WRITE | HOST_READ)
+        commands.run()
+
+    def zero(self, buffers: list[Buffer]) -> None:
+        """Fill device ranges with zeros and wait."""
+        from glm53serve.vulkan.commands import Commands
+
+        commands = Commands(self)
+        commands.begin()
+        for buffer in buffers:
+            commands.fill(buffer)
+        commands.barrier(STAGE_TRANSFER, STAGE_COMPUTE | STAGE_TRANSFER, TRANSFER_WRITE, SHADER_READ | SHADER_WRITE | TRANSFER_READ | TRANSFER_WRITE)
+        commands.run()
+
+    # --- pipelines and descriptor sets -------------------------------------------------------------------------------------------
+
+    def pipeline(self, name: str, constants: dict[int, int] | None = None) -> Any:
+        """A compute pipeline of a module with specialisation constants (id -> 32-bit value; id 0, the halt check, is set here)."""
+        values = {0: int(self.halt_word), **(constants or {})}
+        key = (name, tuple(sorted(values.items())))
+        if key not in self._pipelines:
+            self._pipelines[key] = self._make_pipeline(name, values)
+        return self._pipelines[key]
+
+    def _make_pipeline(self, name: str, values: dict[int, int]) -> Any:
+        ffi, lib, vk = self.ffi, self.lib, self.vk
+        data = ffi.new("uint32_t[]", list(values.values()))
+        entries = ffi.new("VkSpecializationMapEntry[]", len(values))
+        for i, number in enumerate(values):
+            entries[i].constantID, entries[i].offset, entries[i].size = number, 4 * i, 4
+        special = ffi.new("VkSpecializationInfo*")
+        special.mapEntryCount, special.pMapEntries, special.dataSize, special.pData = len(values), entries, 4 * len(values), data
+        entry_point = ffi.new("char[]", b"main")
+        info = new(ffi, "VkComputePipelineCreateInfo", vk.VK_STRUCTURE_TYPE_COMPUTE_PIPELINE_CREATE_INFO, layout=self.layout)
+        stage = info.stage
+        stage.sType = vk.VK_STRUCTURE_TYPE_PIPELINE_SHADER_STAGE_CREATE_INFO
+        stage.stage, stage.module, stage.pName, stage.pSpecializationInfo = vk.VK_SHADER_STAGE_COMPUTE_BIT, self._module(name), entry_point, special
+        out = ffi.new("VkPipeline*")
+        check(lib.vkCreateComputePipelines(self.handle, ffi.NULL, 1, info, ffi.NULL, out), f"pipeline {name}")
+        return out[0]
+
+    def _module(self, name: str) -> Any:
+        if name not in self._modules:
+            ffi, vk = self.ffi, self.vk
+            code = modules.load(name)
+            words = ffi.new("uint32_t[]", len(code) // 4)
+            ffi.memmove(words, code, len(code))
+            info = new(ffi, "VkShaderModuleCreateInfo", vk.VK_STRUCTURE_TYPE_SHADER_MODULE_CREATE_INFO, codeSize=len(code), pCode=words)
+            out = ffi.new("VkShaderModule*")
+            check(self.lib.vkCreateShaderModule(self.handle, info, ffi.NULL, out), f"module {name}")
+            self._modules[name] = out[0]
+        return self._modules[name]
+
+    def bind(self, buffers: list[Buffer], layout: Any = None) -> Any:
+        """A descriptor set (as a one-element array) of a kernel's buffers, unused bindings filled up; made once per combination."""
+        filled = buffers + [self.dummy] * (BINDINGS - len(buffers)) if layout is None else buffers
+        key = tuple((int(self.ffi.cast("uintptr_t", b.handle)), b.offset, b.nbytes) for b in filled)
+        if key not in self._sets:
+            self._sets[key] = self._make_set(filled, self.kernel_layout if layout is None else layout)
+        return self._sets[key]
+
+    def _make_set(self, buffers: list[Buffer], layout: Any) -> Any:
+        ffi, lib, vk = self.ffi, self.lib, self.vk
+        if self._sets_left == 0:
+            size = ffi.new("VkDescriptorPoolSize*")
+            size.type, size.descriptorCount = vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, SETS_A_POOL * BINDINGS
+            pool_info = new(
+                ffi, "VkDescriptorPoolCreateInfo", vk.VK_STRUCTURE_TYPE_DESCRIPTOR_POOL_CREATE_INFO, maxSets=SETS_A_POOL, poolSizeCount=1, pPoolSizes=size
+            )
+            pool = ffi.new("VkDescriptorPool*")
+            check(lib.vkCreateDescriptorPool(self.handle, pool_info, ffi.NULL, pool), "vkCreateDescriptorPool")
+            self._pools.append(pool[0])
+            self._sets_left = SETS_A_POOL
+        layouts = ffi.new("VkDescriptorSetLayout[1]", [layout])
+        ask = new(
+            ffi,
+            "VkDescriptorSetAllocateInfo",
+            vk.VK_STRUCTURE_TYPE_DESCRIPTOR_SET_ALLOCATE_INFO,
+            descriptorPool=self._pools[-1],
+            descriptorSetCount=1,
+            pSetLayouts=layouts,
+        )
+        made = ffi.new("VkDescriptorSet[1]")
+        check(lib.vkAllocateDescriptorSets(self.handle, ask, made), "vkAllocateDescriptorSets")
+        self._sets_left -= 1
+        ranges = ffi.new("VkDescriptorBufferInfo[]", len(buffers))
+        writes = ffi.new("VkWriteDescriptorSet[]", len(buffers))
+        for i, buffer in enumerate(buffers):
+            ranges[i].buffer, ranges[i].offset, ranges[i].range = buffer.handle, buffer.offset, buffer.nbytes
+            writes[i].sType = vk.VK_STRUCTURE_TYPE_WRITE_DESCRIPTOR_SET
+            writes[i].dstSet, writes[i].dstBinding, writes[i].descriptorCount = made[0], i, 1
+            writes[i].descriptorType, writes[i].pBufferInfo = vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, ranges + i
+        lib.vkUpdateDescriptorSets(self.handle, len(buffers), writes, 0, ffi.NULL)
+        return made
+
+    def _make_layouts(self) -> None:
+        self.common_layout, self.kernel_layout = self._set_layout(2), self._set_layout(BINDINGS)
+        ffi, vk = self.ffi, self.vk
+        both = ffi.new("VkDescriptorSetLayout[2]", [self.common_layout, self.kernel_layout])
+        push = ffi.new("VkPushConstantRange*")
+        push.stageFlags, push.size = vk.VK_SHADER_STAGE_COMPUTE_BIT, PUSH_BYTES
+        info = new(
+            ffi,
+            "VkPipelineLayoutCreateInfo",
+            vk.VK_STRUCTURE_TYPE_PIPELINE_LAYOUT_CREATE_INFO,
+            setLayoutCount=2,
+            pSetLayouts=both,
+            pushConstantRangeCount=1,
+            pPushConstantRanges=push,
+        )
+        out = ffi.new("VkPipelineLayout*")
+        check(self.lib.vkCreatePipelineLayout(self.handle, info, ffi.NULL, out), "vkCreatePipelineLayout")
+        self.layout = out[0]
+
+    def _set_layout(self, count: int) -> Any:
+        ffi, vk = self.ffi, self.vk
+        slots = ffi.new("VkDescriptorSetLayoutBinding[]", count)
+        for i in range(count):
+            slots[i].binding, slots[i].descriptorCount = i, 1
+            slots[i].descriptorType, slots[i].stageFlags = vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, vk.VK_SHADER_STAGE_COMPUTE_BIT
+        info = new(
+            ffi, "VkDescriptorSetLayoutCreateInfo", vk.VK_STRUCTURE_TYPE_DESCRIPTOR_SET_LAYOUT_CREATE_INFO, bindingCount=count, pBindings=slots
+        )
+        out = ffi.new("VkDescriptorSetLayout*")
+        check(self.lib.vkCreateDescriptorSetLayout(self.handle, info, ffi.NULL, out), "vkCreateDescriptorSetLayout")
+        return out[0]
+
+    # --- the queue ---------------------------------------------------------------------------------------------------------------
+
+    def timeline(self) -> Any:
+        """A timeline semaphore at 0."""
+        ffi, vk = self.ffi, self.vk
+        kind = new(
+            ffi, "VkSemaphoreTypeCreateInfo", vk.VK_STRUCTURE_TYPE_SEMAPHORE_TYPE_CREATE_INFO, semaphoreType=vk.VK_SEMAPHORE_TYPE_TIMELINE, initialValue=0
+        )
+        info = new(ffi, "VkSemaphoreCreateInfo", vk.VK_STRUCTURE_TYPE_SEMAPHORE_CREATE_INFO, pNext=kind)
+        out = ffi.new("VkSemaphore*")
+        check(self.lib.vkCreateSemaphore(self.handle, info, ffi.NULL, out), "vkCreateSemaphore")
+        self._semaphores.append(out[0])
+        return out[0]
+
+    def submit(self, info: Any) -> None:
+        """Hand a prepared VkSubmitInfo to the queue. A lost device stays lost. Raises DeviceLost."""
+        if self.lost:
+            raise DeviceLost(f"{self.info.name} was lost")
+        try:
+            self.faults.submit()
+            check(self.lib.vkQueueSubmit(self.queue, 1, info, self.ffi.NULL), "vkQueueSubmit")
+        except DeviceLost:
+            self.lost = True
+            raise
+
+    def idle(self) -> None:
+        """Wait until the device has nothing to do."""
+        code = self.lib.vkDeviceWaitIdle(self.handle)
+        if code != 0:
+            self.lost = True
+            check(code, "vkDeviceWaitIdle")
+
+    def close(self) -> None:
+        """Destroy everything. Safe on a lost device."""
+        if self.handle is None:
+            return
+        ffi, lib, handle = self.ffi, self.lib, self.handle
+        lib.vkDeviceWaitIdle(handle)
+        for destroy, things in (
+            (lib.vkDestroyPipeline, list(self._pipelines.values())),
+            (lib.vkDestroyShaderModule, list(self._modules.values())),
+            (lib.vkDestroySemaphore, self._semaphores),
+            (lib.vkDestroyDescriptorPool, self._pools),
+            (lib.vkDestroyPipelineLayout, [self.layout]),
+            (lib.vkDestroyDescriptorSetLayout, [self.common_layout, self.kernel_layout]),
+            (lib.vkDestroyCommandPool, [self.command_pool]),
+            (lib.vkDestroyBuffer, self._buffers),
+            (lib.vkFreeMemory, self._memories),
+        ):
+            for thing in things:
+                destroy(handle, thing, ffi.NULL)
+        lib.vkDestroyDevice(handle, ffi.NULL)
+        self.handle = None
+        self.instance.close()
+
+    def _create(self) -> Any:
+        ffi, lib, vk = self.ffi, self.lib, self.vk
+        priority = ffi.new("float[1]", [1.0])
+        queue = new(
+            ffi,
+            "VkDeviceQueueCreateInfo",
+            vk.VK_STRUCTURE_TYPE_DEVICE_QUEUE_CREATE_INFO,
+            queueFamilyIndex=self.info.queue_family,
+            queueCount=1,
+            pQueuePriorities=priority,
+        )
+        features = new(ffi, "VkPhysicalDeviceVulkan12Features", vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_VULKAN_1_2_FEATURES, timelineSemaphore=1)
+        info = new(ffi, "VkDeviceCreateInfo", vk.VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO, pNext=features, queueCreateInfoCount=1, pQueueCreateInfos=queue)
+        out = ffi.new("VkDevice*")
+        check(lib.vkCreateDevice(self.info.handle, info, ffi.NULL, out), "vkCreateDevice")
+        return out[0]
+
+    def _command_pool(self) -> Any:
+        ffi, vk = self.ffi, self.vk
+        info = new(ffi, "VkCommandPoolCreateInfo", vk.VK_STRUCTURE_TYPE_COMMAND_POOL_CREATE_INFO, queueFamilyIndex=self.info.queue_family)
+        out = ffi.new("VkCommandPool*")
+        check(self.lib.vkCreateCommandPool(self.handle, info, ffi.NULL, out), "vkCreateCommandPool")
+        return out[0]

@@ -1,0 +1,32 @@
+#version 450
+#extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
+// mHC (model spec 3): the raw products fn . X of a row's concatenated streams and their sum of squares,
+// which is output number (2+n)n. The division by the root follows in hc_pre. Four outputs a workgroup.
+#define WG 128u
+layout(local_size_x = 128) in;
+#include "common.glsl"
+#include "reduce.glsl"
+layout(set = 1, binding = 0) readonly buffer X { vec4 x4[]; };     // [rows, n Hp]
+layout(set = 1, binding = 1) readonly buffer F { vec4 fn4[]; };    // [outputs, n Hp]
+layout(set = 1, binding = 2) writeonly buffer D { float dots[]; }; // [rows, 128]
+layout(push_constant) uniform Push { uint outputs, width; } p;     // width = n Hp
+
+void main() {
+    if (halted()) return;
+    uint row = gl_WorkGroupID.y, o0 = gl_WorkGroupID.x * 4u, t = gl_LocalInvocationIndex, l4 = p.width >> 2;
+    if (row >= row_count()) return;
+    vec4 acc = vec4(0.0);
+    for (uint i = t; i < l4; i += WG) {
+        vec4 x = x4[row * l4 + i];
+        [[unroll]] for (uint j = 0u; j < 4u; ++j) {
+            uint o = o0 + j;
+            if (o < p.outputs) acc[j] += dot(fn4[o * l4 + i], x);
+            else if (o == p.outputs) acc[j] += dot(x, x);
+        }
+    }
+    [[unroll]] for (uint j = 0u; j < 4u; ++j) {
+        float s = group_sum(acc[j]);
+        if (t == 0u && o0 + j <= p.outputs) dots[row * 128u + o0 + j] = s;
+    }
+}
