@@ -1,0 +1,330 @@
+"""The chain behind the engine's seam: whole layers on a Vulkan device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53serve.engine.seam import Batch, DeviceLost, Halt, Halted, Meter, never
+from glm53serve.model.config import DSA, SHARED, SPARSE, ModelConfig
+from glm53serve.model.weights import ExpertSource, LayerWeights
+from glm53serve.vulkan.commands import Commands
+from glm53serve.vulkan.device import Buffer, Device
+from glm53serve.vulkan.errors import OutOfDeviceMemory
+from glm53serve.vulkan.graph import RATES, Graph, Rate, record_entry, record_exit, record_graph
+from glm53serve.vulkan.groups import Group, cut
+from glm53serve.vulkan.layer import load_layer
+from glm53serve.vulkan.queue import Queue
+from glm53serve.vulkan.scratch import Scratch, Sizes
+from glm53serve.vulkan.state import NONE, KdaState, PageCopies, Pages, SavedState, make_state
+
+F32 = NDArray[np.float32]
+T = TypeVar("T")
+IN_FLIGHT = 2
+HEADER_WORDS, ROW_WORDS, SPAN_WORDS = 16, 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A submission on its way; `group` is set when it is its row group's last."""
+
+    number: int
+    layer: int
+    group: int | None
+
+
+class VulkanLayers:
+    """Layers 0..N-1 on a device, nothing of them on the host.
+
+    layer_weights(l) and experts give the weights; dense matrices are kept at `bits` (0 as stored, else 4, 8, 16 or 32), routed experts as
+    stored. `slots` slots of `capacity` positions; row groups of at most `rows` rows. The device is this object's from now on: `close` closes it,
+    also when construction fails. Raises OutOfDeviceMemory, DeviceLost, ValueError for a range the chain cannot hold.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        config: ModelConfig,
+        layers: range,
+        layer_weights: Callable[[int], LayerWeights],
+        experts: ExpertSource,
+        slots: int,
+        capacity: int,
+        rows: int = 128,
+        bits: int = 0,
+        rate: Rate | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.device, self.config, self.layers = device, config, layers
+        self.meter = Meter()
+        try:
+            self._build(layer_weights, experts, slots, capacity, rows, bits, rate, progress)
+        except BaseException:
+            device.close()
+            raise
+
+    def _build(
+        self,
+        layer_weights: Callable[[int], LayerWeights],
+        experts: ExpertSource,
+        slots: int,
+        capacity: int,
+        rows: int,
+        bits: int,
+        rate: Rate | None,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        device, config, layers = self.device, self.config, self.layers
+        if len(layers) == 0 or (layers[0] and _shared(config, layers[0])) or (layers[-1] + 1 < config.num_layers and _shared(config, layers[-1] + 1)):
+            raise ValueError(f"layers {layers[0] if layers else 0}..{layers[-1] if layers else -1} part a shared indexer layer from the one it reads")
+        self.sizes = sizes = Sizes(config, max(1, rows), slots, capacity)
+        sparse = {l: i for i, l in enumerate(l for l in layers if config.mlp_kinds[l] == SPARSE)}
+        self._sparse = len(sparse)
+        self._uses = device.local(4 * max(1, slots * len(sparse) * config.n_routed_experts))
+        device.zero([self._uses])
+        self._scratch = Scratch(device, sizes, layers)
+        states, self._chain = [], []
+        for index in layers:
+            state = make_state(device, sizes, index)
+            states.append(state)
+            self._chain.append(load_layer(device, sizes, layer_weights(index), sparse.get(index, 0), state, experts, self._uses, bits))
+            if progress is not None:
+                progress(index)
+        self._pages = Pages(slots)
+        self._copies = PageCopies(device, sizes, [s for s in states if isinstance(s, KdaState)])
+        self._queue = Queue(device)
+        words = HEADER_WORDS + (ROW_WORDS + SPAN_WORDS) * sizes.rows
+        self._halt_word = device.host(64)
+        self._parameters = device.local(4 * words)
+        device.zero([self._parameters])
+        self._common = device.bind([self._halt_word, self._parameters], device.common_layout)
+        stride = config.hc_mult * sizes.hidden
+        self._rings = [(device.host(4 * words), device.host(4 * sizes.rows * stride), device.host(4 * sizes.rows * stride, cached=True)) for _ in range(2)]
+        self._stride = stride
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._entries: dict[tuple[int, int], tuple[Commands, Commands]] = {}
+        self._lock = threading.Lock()
+        self._asking: Halt | None = None
+        self._interrupted = False
+        self.rate = rate or RATES[device.info.kind]
+
+    # --- slots -------------------------------------------------------------------------------------------------------------------
+
+    def open_slot(self, slot: int, capacity: int) -> None:
+        """Empty a slot of at most the capacity the chain was built with. Raises ValueError when there is no room for it."""
+        if not 0 <= slot < self.sizes.slots or capacity > self.sizes.capacity:
+            raise ValueError(f"slot {slot} of {capacity} positions: the chain holds {self.sizes.slots} slots of {self.sizes.capacity}")
+        self.reset_slot(slot)
+
+    def reset_slot(self, slot: int) -> None:
+        """Empty a slot."""
+        self._pages.reset(slot)
+
+    def snapshot(self, slot: int) -> None:
+        """Protect the slot's KDA state; nothing is copied."""
+        self._pages.snapshot(slot)
+
+    def restore(self, slot: int) -> None:
+        """Go back to the last snapshot; nothing is copied."""
+        self._pages.restore(slot)
+
+    def save(self, slot: int) -> SavedState:
+        """A copy of the slot's KDA state and windows in host memory."""
+        position = self._pages.position(slot)
+        return SavedState(None if position.fresh else self._alive(lambda: self._copies.read(position.page)))
+
+    def load(self, slot: int, copy: SavedState) -> None:
+        """Put a saved copy back."""
+        if copy.data is None:
+            self._pages.reset(slot)
+            return
+        data = copy.data
+        self._alive(lambda: self._copies.write(self._pages.target(slot), data))
+        self._pages.commit(slot)
+
+    def expert_uses(self, slot: int) -> NDArray[np.uint32]:
+        """Uses of each routed expert by this slot: uint32 [sparse layers held, experts]."""
+        shape = (self._sparse, self.config.n_routed_experts)
+        part = self._uses_of(slot)
+        return self._alive(lambda: self.device.get(part, np.uint32)).reshape(shape) if part.nbytes else np.zeros(shape, np.uint32)
+
+    def clear_uses(self, slot: int) -> None:
+        """Zero this slot's expert uses."""
+        part = self._uses_of(slot)
+        if part.nbytes:
+            self._alive(lambda: self.device.put(part, np.zeros(part.nbytes, np.uint8)))
+
+    def tiers(self) -> NDArray[np.uint8]:
+        """Every routed expert is on the device: uint8 [sparse layers held, experts], all 2."""
+        return np.full((self._sparse, self.config.n_routed_experts), 2, np.uint8)
+
+    def close(self) -> None:
+        """Release everything, the device too."""
+        with self._lock:
+            self._asking = None
+            self.device.close()
+
+    def _uses_of(self, slot: int) -> Buffer:
+        size = 4 * self._sparse * self.config.n_routed_experts
+        return self._uses.part(slot * size, size)
+
+    def _alive(self, work: Callable[[], T]) -> T:
+        """Work outside `forward` that meets a lost device as DeviceLost."""
+        if self.device.lost:
+            raise DeviceLost(f"{self.device.info.name} was lost")
+        return work()
+
+    # --- a pass ------------------------------------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """End a running `forward` whose own `halt()` says so; callable from any thread, at any time.
+
+        The pass that runs is asked, under a lock, whether it is meant: a cancel that comes late finds another pass, whose halt says no,
+        or none, and does nothing. Otherwise the halt word is written (kernels that start from now on leave at once) and the wait ends.
+        """
+        with self._lock:
+            if self._asking is None or self._interrupted or not self._asking():
+                return
+            self._interrupted = True
+            self._halt_word.view(np.uint32)[0] = 1
+            self._queue.wake()
+
+    def forward(self, streams: F32, batch: Batch, halt: Halt = never) -> F32:
+        """All layers over the rows: streams float32 [rows, hc_mult, H] -> the same shape (see `seam.Layers.forward`)."""
+        started = time.perf_counter()
+        groups = list(cut(batch, self.sizes.rows))
+        wakes = self._arm(halt)
+        out = np.empty_like(streams)
+        flights: deque[_Flight] = deque()
+        try:
+            for flight in self._submissions(groups, streams):
+                flights.append(flight)
+                while len(flights) >= IN_FLIGHT:
+                    self._land(flights, groups, out, wakes)
+            while flights:
+                self._land(flights, groups, out, wakes, last=len(flights) == 1)
+        finally:
+            self._disarm(flights)
+        for slot in {span.slot for span in batch.spans}:
+            self._pages.commit(slot)
+        self._note(batch.rows, time.perf_counter() - started)
+        return out
+
+    def _submissions(self, groups: list[Group], streams: F32) -> Iterator[_Flight]:
+        """Submit segment after segment, one each time the caller comes back for the next."""
+        touched: set[int] = set()
+        for number, group in enumerate(groups):
+            graph = self._graph(group)
+            self._fill(number % 2, group, streams, touched)
+            touched.update(piece.slot for piece in group.pieces)
+            entry, leave = self._entry(number % 2, graph.bucket)
+            last = len(graph.segments) - 1
+            for i, segment in enumerate(graph.segments):
+                buffers = ([entry] if i == 0 else []) + [segment.commands] + ([leave] if i == last else [])
+                yield _Flight(self._queue.submit(buffers), segment.layer, number if i == last else None)
+
+    def _land(self, flights: deque[_Flight], groups: list[Group], out: F32, wakes: int | None, last: bool = False) -> None:
+        """Wait for the oldest submission, take its rows if it ends a group, and ask whether to go on. Raises Halted."""
+        flight = flights[0]
+        done = self._queue.wait(flight.number, wakes)
+        if done:
+            flights.popleft()
+            if flight.group is not None:
+                group = groups[flight.group]
+                rows = self._rings[flight.group % 2][2].view()[: group.rows * self._stride]
+                hidden = self.config.hidden_size
+                out[group.first : group.first + group.rows] = rows.reshape(group.rows, self.config.hc_mult, -1)[:, :, :hidden]
+        with self._lock:
+            asking, interrupted = self._asking, self._interrupted
+        if interrupted or (asking is not None and not last and asking()):
+            raise Halted(flights[0].layer if flights else flight.layer, on_device=True)
+
+    def _arm(self, halt: Halt) -> int | None:
+        with self._lock:
+            self._interrupted = False
+            self._asking = None if halt is never else halt
+            return None if halt is never else self._queue.wakes()
+
+    def _disarm(self, flights: deque[_Flight]) -> None:
+        """After a pass or a halt: nothing is asked any more, the device is idle, the word is zero again."""
+        with self._lock:
+            self._asking = None
+            if flights and not self.device.lost:
+                self._halt_word.view(np.uint32)[0] = 1
+        if flights and not self.device.lost:
+            self._queue.wait(flights[-1].number)
+        self._halt_word.view(np.uint32)[0] = 0
+
+    # --- recorded work -----------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Record the graphs of single rows and of full row groups now instead of at their first use."""
+        for key in ((1, 1), (self.sizes.rows, 1)):
+            self._recorded(*key)
+
+    def _bucket(self, rows: int) -> int:
+        bucket = 1
+        while bucket < rows:
+            bucket *= 2
+        return min(bucket, self.sizes.rows)
+
+    def _graph(self, group: Group) -> Graph:
+        bucket = self._bucket(group.rows)
+        return self._recorded(bucket, 1 if len(group.pieces) == 1 else bucket)
+
+    def _recorded(self, bucket: int, spans: int) -> Graph:
+        if (bucket, spans) not in self._graphs:
+            self._graphs[bucket, spans] = record_graph(self.device, self._chain, self._scratch, self._common, bucket, spans, self.rate)
+        return self._graphs[bucket, spans]
+
+    def _entry(self, ring: int, bucket: int) -> tuple[Commands, Commands]:
+        if (ring, bucket) not in self._entries:
+            parameters, into, out = self._rings[ring]
+            size = 4 * bucket * self._stride
+            x = self._scratch["x"].part(0, size)
+            entry = record_entry(self.device, [(parameters, self._parameters), (into.part(0, size), x)])
+            self._entries[ring, bucket] = entry, record_exit(self.device, x, out.part(0, size))
+        return self._entries[ring, bucket]
+
+    def _fill(self, ring: int, group: Group, streams: F32, touched: set[int]) -> None:
+        """Write a group's parameters and rows where the device will copy them from. A slot's first piece of a pass reads its page, later ones
+        what the pass wrote before."""
+        parameters, into, _ = self._rings[ring]
+        words = parameters.view(np.uint32)
+        spans_at = HEADER_WORDS + ROW_WORDS * self.sizes.rows
+        words[0:3] = group.rows, len(group.pieces), spans_at
+        row = 0
+        for number, piece in enumerate(group.pieces):
+            position, target = self._pages.position(piece.slot), self._pages.target(piece.slot)
+            source = target if piece.slot in touched else NONE if position.fresh else position.page
+            words[spans_at + SPAN_WORDS * number : spans_at + SPAN_WORDS * number + 4] = row, piece.count, source, target
+            table = words[HEADER_WORDS + ROW_WORDS * row : HEADER_WORDS + ROW_WORDS * (row + piece.count)].reshape(-1, ROW_WORDS)
+            table[:, 0], table[:, 2] = piece.slot, number
+            table[:, 3] = np.arange(piece.count)
+            table[:, 1] = table[:, 3] + piece.start
+            row += piece.count
+        place = into.view()[: group.rows * self._stride].reshape(group.rows, self.config.hc_mult, -1)
+        place[:, :, : self.config.hidden_size] = streams[group.first : group.first + group.rows]
+
+    def _note(self, rows: int, seconds: float) -> None:
+        """Time is split by layer halves in the shares of their estimated work."""
+        uses = rows * self._sparse * self.config.num_experts_per_tok
+        self.meter.uses += uses
+        self.meter.found += uses
+        share = self._sparse / (self._sparse + len(self._chain))
+        self.meter.experts += seconds * share
+        self.meter.attention += seconds * (1 - share)
+
+
+def _shared(config: ModelConfig, layer: int) -> bool:
+    return config.layer_kinds[layer] == DSA and config.indexer_kinds[layer] == SHARED
+
+
+__all__ = ["OutOfDeviceMemory", "VulkanLayers"]

@@ -1,0 +1,216 @@
+"""Matrices on the device and the kernels that multiply by them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from glm53serve.model.weights import MatrixFormat
+from glm53serve.vulkan.device import Buffer, Device
+from glm53serve.vulkan.pack import EIGHTHS, Rows, join, padded
+
+VECTOR_ROWS = 8
+"""Up to so many rows go through the vector kernel, more through the matrix kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One dispatch: module, specialisation constants, buffers in binding order, push constants, workgroups, and what it costs.
+
+    flops and nbytes are the estimate that segments are sized by."""
+
+    module: str
+    constants: dict[int, int]
+    buffers: list[Buffer]
+    push: bytes
+    groups: tuple[int, int, int]
+    flops: float = 0.0
+    nbytes: float = 0.0
+
+
+Stage = list[Op]
+"""Dispatches that do not depend on each other; a barrier follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one format in one binding: they make columns first..first+rows-1 of the output."""
+
+    format: MatrixFormat
+    first: int
+    rows: int
+    weights: Buffer
+    scales: Buffer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Rows of floats in a buffer: `stride` between rows, `offset` of the first column, `step` between groups (heads)."""
+
+    buffer: Buffer
+    stride: int
+    offset: int = 0
+    step: int = 0
+
+
+@dataclass(slots=True)
+class Linear:
+    """W[rows, cols] on the device, or with `groups` > 1 that many matrices of `rows` rows, one a head."""
+
+    cols: int
+    rows: int
+    pieces: list[Piece]
+    groups: int = 1
+    offsets: dict[str, int] = field(default_factory=dict)
+    """Where each named part's output begins."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(p.weights.nbytes + (p.scales.nbytes if p.scales else 0) for p in self.pieces)
+
+    def ops(self, bucket: int, x: Target, y: Target, swiglu: float | None = None, tile: int | None = None) -> Stage:
+        """y = x W^T for up to `bucket` rows. With `swiglu` (the clamp) the rows alternate gate and up and y has half the columns."""
+        return [self._op(piece, bucket, x, y, swiglu, tile) for piece in self.pieces]
+
+    def _op(self, piece: Piece, bucket: int, x: Target, y: Target, swiglu: float | None, tile: int | None) -> Op:
+        shift = piece.first // 2 if swiglu is not None else piece.first
+        push = _push(piece.rows, self.cols, x, Target(y.buffer, y.stride, y.offset + shift, y.step), swiglu)
+        buffers = [x.buffer, piece.weights, piece.scales or piece.weights, y.buffer]
+        cost = {"flops": 2.0 * bucket * piece.rows * self.cols * self.groups, "nbytes": float(piece.weights.nbytes)}
+        epilogue = {4: int(swiglu is not None)}
+        if bucket <= VECTOR_ROWS:
+            together = min(bucket, 4)
+            constants = {2: 4, 3: together, **epilogue}
+            return Op(f"gemv_{piece.format}", constants, buffers, push, (-(-piece.rows // 4), -(-bucket // together), self.groups), **cost)
+        per_thread = tile or tile_rows(bucket, piece.rows * self.groups)
+        groups = (-(-piece.rows // 64), -(-bucket // (16 * per_thread)), self.groups)
+        return Op(f"gemm_{piece.format}", {2: per_thread, **epilogue}, buffers, push, groups, **cost)
+
+
+def tile_rows(bucket: int, columns: int) -> int:
+    """Rows a thread of the matrix kernel computes (a tile has 16 times as many): large tiles only where there are enough of them."""
+    if bucket <= 16:
+        return 1
+    if bucket <= 32:
+        return 2
+    return 8 if bucket > 64 and -(-columns // 64) * -(-bucket // 128) >= 256 else 4
+
+
+def _push(rows: int, cols: int, x: Target, y: Target, swiglu: float | None, experts: tuple[int, int] = (0, 0), share: int = 1) -> bytes:
+    words = (rows, cols, x.stride, x.offset, y.stride, y.offset, x.step, y.step, 0, *experts, share)
+    return struct.pack("12If", *words, swiglu if swiglu is not None else 0.0)
+
+
+def upload(device: Device, parts: Sequence[tuple[str, Rows]], groups: int = 1) -> Linear:
+    """Put named parts that read the same x on the device as one matrix, each part's output at a multiple of 64 (see `offsets`).
+
+    Runs of one format become one piece, cut where a binding would grow over the device's limit. With groups > 1 there is one part of that many
+    heads. Raises OutOfDeviceMemory.
+    """
+    if groups > 1:
+        ((name, rows),) = parts
+        return Linear(rows.cols, rows.count // groups, [_piece(device, rows, 0, rows.count // groups)], groups, {name: 0})
+    offsets, pieces, at = {}, list[Piece](), 0
+    run: list[Rows] = []
+    run_first = 0
+    for name, rows in parts:
+        offsets[name] = at
+        rows = rows.extended(padded(rows.count)) if len(parts) > 1 else rows
+        if run and run[0].format != rows.format:
+            pieces += _pieces(device, join(run), run_first)
+            run, run_first = [], at
+        run.append(rows)
+        at += rows.count
+    pieces += _pieces(device, join(run) if len(run) > 1 else run[0], run_first)
+    return Linear(parts[0][1].cols, at, pieces, 1, offsets)
+
+
+def _pieces(device: Device, rows: Rows, first: int) -> Iterable[Piece]:
+    most = device.info.binding_limit // (rows.cols * EIGHTHS[rows.format] // 8) // 64 * 64
+    for at in range(0, rows.count, most):
+        part = rows.slice(at, min(at + most, rows.count))
+        yield _piece(device, part, first + at, part.count)
+
+
+def _piece(device: Device, rows: Rows, first: int, count: int) -> Piece:
+    weights = device.local(rows.data.nbytes)
+    device.put(weights, rows.data)
+    scales = None
+    if rows.scales is not None:
+        scales = device.local(rows.scales.nbytes)
+        device.put(scales, rows.scales)
+    return Piece(rows.format, first, count, weights, scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Experts first..last-1 of one format in one binding."""
+
+    format: MatrixFormat
+    first: int
+    last: int
+    weights: Buffer
+    scales: Buffer | None
+
+
+@dataclass(slots=True)
+class ExpertMatrices:
+    """One matrix [rows, cols] of every routed expert of a layer, resident; the kernels find them by number."""
+
+    rows: int
+    cols: int
+    arenas: list[Arena]
+
+    def ops(self, bucket: int, topk: int, x: Target, y: Target, share: int, ids: Buffer, tiles: tuple[Buffer, Buffer, int, int], swiglu: float | None) -> Stage:
+        """y[pair] = W[expert of pair] x[pair / share] for up to bucket x topk pairs.
+
+        Few rows go pair by pair through `ids`, many through the sorted `tiles` = (tile table, order, rows a thread, most tiles)."""
+        table, order, per_thread, most = tiles
+        made = []
+        used = min(len(self.arenas) and sum(a.last - a.first for a in self.arenas), bucket * topk)
+        for arena in self.arenas:
+            push = _push(self.rows, self.cols, x, y, swiglu, (arena.first, arena.last), share)
+            buffers = [x.buffer, arena.weights, arena.scales or arena.weights, y.buffer]
+            epilogue = {4: int(swiglu is not None)}
+            share_of = used / max(1, self.arenas[-1].last)
+            cost = {"flops": 2.0 * bucket * topk * self.rows * self.cols / len(self.arenas), "nbytes": arena.weights.nbytes * share_of}
+            if bucket <= VECTOR_ROWS:
+                constants = {2: 4, 3: 1, 5: topk, **epilogue}
+                made.append(Op(f"gemv_expert_{arena.format}", constants, [*buffers, ids], push, (-(-self.rows // 4), bucket * topk, 1), **cost))
+            else:
+                groups = (-(-self.rows // 64), most, 1)
+                made.append(Op(f"gemm_expert_{arena.format}", {2: per_thread, **epilogue}, [*buffers, table, order], push, groups, **cost))
+        return made
+
+
+def upload_experts(device: Device, experts: Iterable[Rows]) -> ExpertMatrices:
+    """Put one matrix of every expert on the device, in arenas no larger than a binding. Raises OutOfDeviceMemory."""
+    arenas: list[Arena] = []
+    run: list[Rows] = []
+    first = shape = 0
+    cols = 0
+
+    def flush() -> None:
+        nonlocal first, run
+        if not run:
+            return
+        weights = device.local(sum(r.data.nbytes for r in run))
+        device.put(weights, *(r.data for r in run))
+        scales = None
+        if run[0].scales is not None:
+            scales = device.local(sum(r.scales.nbytes for r in run if r.scales is not None))
+            device.put(scales, *(r.scales for r in run if r.scales is not None))
+        arenas.append(Arena(run[0].format, first, first + len(run), weights, scales))
+        first, run = first + len(run), []
+
+    limit = min(device.info.binding_limit, 1 << 32)
+    for rows in experts:
+        shape, cols = rows.count, rows.cols
+        full = run and (len(run) + 1) * rows.data.nbytes > limit
+        if run and (full or run[0].format != rows.format):
+            flush()
+        run.append(rows)
+    flush()
+    return ExpertMatrices(shape, cols, arenas)
