@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
@@ -151,7 +152,9 @@ def _parse(f: Field[Any], text: str) -> Any:
     try:
         value: Any = text
         if kind == "int":
-            value = int(text, 10)
+            if not re.fullmatch(r"-?[0-9]{1,18}", text, re.ASCII):  # int() alone takes 1_0 and other alphabets' digits
+                raise ValueError(text)
+            value = int(text)
         elif kind == "float":
             value = float(text)
         elif kind == "bool":

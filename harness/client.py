@@ -158,7 +158,12 @@ class Engine:
                 self._reading.wait()
                 if self._abandoned:
                     break
-                chunk = os.read(fd, 1 << 16)
+                try:
+                    chunk = os.read(fd, 1 << 16)
+                except OSError:
+                    if self._abandoned:
+                        break
+                    raise
                 at = time.monotonic()
                 with self.lock:
                     if not chunk:
@@ -297,7 +302,7 @@ class Client(Engine):
         *,
         slots: int = 1,
         env: Mapping[str, str] | None = None,
-        cap: str = "1",
+        cap: str = "0",
         keep: bool = False,
         ready_timeout: float | None = None,
     ) -> None:
