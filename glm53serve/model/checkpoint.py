@@ -237,6 +237,8 @@ class Checkpoint:
         data = self._maps.get(extent.shard)
         if data is None:
             data = self._maps[extent.shard] = _map(self.files[extent.shard])
+        if extent.offset + extent.nbytes > data.size:
+            raise CheckpointError(f"{self.files[extent.shard]}: {data.size} bytes now, it had more when it was opened", "io")
         return data[extent.offset : extent.offset + extent.nbytes].view(extent.dtype).reshape(extent.shape)
 
 

@@ -10,7 +10,7 @@ from glm53serve.model.config import ModelConfig
 from glm53serve.model.errors import CheckpointError
 from glm53serve.model.layout import Need
 from glm53serve.model.safetensors_file import TensorInfo
-from glm53serve.model.stored import format_of, scale_name
+from glm53serve.model.stored import SCALE_SUFFIX, format_of, scale_name
 
 
 def sort_out(found: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], list[TensorInfo], list[TensorInfo]]:
@@ -50,6 +50,9 @@ def check_names(tensors: Mapping[str, TensorInfo], needs: Mapping[str, Need], un
             scale = scale_name(name, fmt)
             if scale is not None:
                 known.add(scale)
+        if tensor is None and need.matrix:
+            # one complaint is enough: its scales are not strays
+            known.update(name + suffix for suffix in SCALE_SUFFIX.values())
         absent = name if tensor is None else scale if scale is not None and scale not in tensors else None
         if absent is not None and missing is None:
             wanted = list(need.shape) if absent == name else f"the scales of {tensor.name if tensor else name}"
