@@ -60,6 +60,10 @@ class Inbox:
         self._holding = False
         self._stopping = False
         self._poked = False
+        try:
+            os.fstat(fd)  # before the bell takes the number of a descriptor that was closed
+        except OSError as error:
+            self.error = error
         self._bell_out, self._bell_in = os.pipe()
         self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
 
@@ -114,7 +118,7 @@ class Inbox:
         poll.register(self._fd, select.POLLIN)
         poll.register(self._bell_out, select.POLLIN)
         try:
-            while self._wait_for_space():
+            while self.error is None and self._wait_for_space():
                 poll.poll()
                 if self._stopping:
                     return

@@ -44,6 +44,11 @@ class Outbox:
         self._changed = threading.Condition()
         self._stopping = False
         self._asleep = False
+        self._dropped = False
+        try:
+            os.fstat(fd)  # before the bell takes the number of a descriptor that was closed
+        except OSError as error:
+            self.error = error
         self._bell_out, self._bell_in = os.pipe()
         os.set_blocking(self._bell_in, False)
         os.set_blocking(self._bell_out, False)
@@ -88,13 +93,13 @@ class Outbox:
 
     def close(self, timeout: float = 0.0) -> bool:
         """Give what is unsent `timeout` seconds to leave, drop the rest and end the thread. True when nothing was dropped. The descriptor stays open."""
-        complete = self.flush(timeout) and self.error is None
+        self.flush(timeout)
         with self._changed:
             self._stopping = True
             self._ring()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        return complete
+        return not self._dropped
 
     # -- the writer thread
 
@@ -105,23 +110,27 @@ class Outbox:
                 os.write(self._bell_in, b"!")
 
     def _run(self) -> None:
-        idle, busy = select.poll(), select.poll()
-        for poll in (idle, busy):
-            poll.register(self._bell_out, select.POLLIN)
-        idle.register(self._fd, 0)  # errors are always reported: a peer that leaves is noticed although nothing is written
-        busy.register(self._fd, select.POLLOUT)
         try:
-            while not self._stopping:
-                block = self._next()
-                if block:
-                    self._write(block, busy)
-                else:
-                    self._rest(idle)
+            if self.error is None:
+                self._work()
         except OSError as error:
             if not self._stopping:
                 self.error = error
         finally:
             self._shut()
+
+    def _work(self) -> None:
+        idle, busy = select.poll(), select.poll()
+        for poll in (idle, busy):
+            poll.register(self._bell_out, select.POLLIN)
+        idle.register(self._fd, 0)  # errors are always reported: a peer that leaves is noticed although nothing is written
+        busy.register(self._fd, select.POLLOUT)
+        while not self._stopping:
+            block = self._next()
+            if block:
+                self._write(block, busy)
+            else:
+                self._rest(idle)
 
     def _next(self) -> bytes:
         """What to write next: as many whole blocks as make a decent write. Empty when there is none; then the next `send` rings."""
@@ -175,6 +184,7 @@ class Outbox:
             gone = not self._stopping
             self.closed.set()
             self._blocks.clear()
+            self._dropped = self._unsent > 0
             self._unsent = 0
             self._changed.notify_all()
             os.close(self._bell_in)
