@@ -71,6 +71,8 @@ def top_ids(values: NDArray[np.floating], count: int) -> NDArray[np.int64]:
     """Ids of the `count` largest values in falling order, ties by lower id, without sorting the whole row."""
     if count >= len(values):
         return np.argsort(-values, kind="stable").astype(np.int64)
+    if count <= 0:
+        return np.zeros(0, np.int64)
     edge = values[np.argpartition(values, len(values) - count)[len(values) - count]]
     above = np.flatnonzero(values > edge)
     equal = np.flatnonzero(values == edge)[: count - len(above)]

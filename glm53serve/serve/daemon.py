@@ -27,7 +27,6 @@ from glm53serve.settings import Settings
 SWITCH_INTERVAL = 1e-4
 """Seconds. With the interpreter's default of 5 ms one busy Python thread costs each decode step 4-25 ms."""
 
-EXIT_SECONDS = 1.5
 FLUSH_SECONDS = 0.5
 
 
@@ -51,13 +50,28 @@ def serve(directory: Path, settings: Settings, *, slots: int, specials_stop: boo
         _stderr_log(f"glm53: {error}")
         os.write(out, lines.load_fail(error.kind, str(error)))
         return 1
-    return Daemon(loaded, settings, out, log).run()
+    daemon = Daemon(loaded, settings, 0, out, log)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: daemon.stop())
+    signal.signal(signal.SIGINT, (lambda _number, _frame: daemon.stop()) if os.isatty(0) else signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    daemon.start()
+    code = daemon.wait()
+    sys.stderr.flush()
+    # a pass that still runs must not hold up the exit, and there is nothing left to lose
+    os._exit(code)
 
 
 class Daemon:
-    """One served model. `out` is the descriptor frames are written to, `log` takes verbose lines."""
+    """One served model between two descriptors: frames come from `source` and go to `out`; `log` takes verbose lines.
 
-    def __init__(self, loaded: Loaded, settings: Settings, out: int, log: Callable[[str], None]) -> None:
+    `start` sends the handshake and starts the threads; `wait` returns the exit code when all is done, from a thread that only waits, so
+    that signals are seen at once; `stop` ends it from anywhere.
+    """
+
+    def __init__(self, loaded: Loaded, settings: Settings, source: int, out: int, log: Callable[[str], None]) -> None:
         self._engine = loaded.engine
         self._settings = settings
         self._log = log
@@ -65,8 +79,8 @@ class Daemon:
         self._usage = UsageFile(usage_path(loaded.directory, settings.usage), len(config.sparse_layers), config.n_routed_experts, self._note)
         self._telemetry = Telemetry(loaded.engine, self._usage.load())
         self._desk = Desk(self._finish)
-        self._outbox = Outbox(out, on_closed=self._peer_gone, on_drain=self._drained, fault=lambda: loaded.engine.faults.hit("write"))
-        self._inbox = Inbox(0, self._on_frame, backlog=lambda: self._outbox.unsent_bytes)
+        self._outbox = Outbox(out, on_closed=self.stop, on_drain=lambda: self._inbox.wake(), fault=lambda: loaded.engine.faults.hit("write"))
+        self._inbox = Inbox(source, self._on_frame, backlog=lambda: self._outbox.unsent_bytes)
         self._admission = Admission(loaded.engine, loaded.tokenizer, self._desk, self._outbox, self._emap, log, settings.accept)
         self._schedule = Schedule(
             loaded.engine, loaded.tokenizer, self._desk, self._outbox, loaded.stop_ids, settings.rewind, log, settings.verbose
@@ -75,30 +89,44 @@ class Daemon:
         self._images: dict[int, bool] = {}
         self._over = threading.Event()
         self._failed = False
+        self._threads = [
+            threading.Thread(target=self._guarded(self._admit), name="admission", daemon=True),
+            threading.Thread(target=self._guarded(self._schedule.run), name="engine", daemon=True),
+        ]
         self._save_due = threading.Event()
 
-    def run(self) -> int:
-        """Handshake, serve, end. The main thread only waits, so that signals are seen at once."""
-        sys.setswitchinterval(SWITCH_INTERVAL)
-        gc.collect()
-        gc.freeze()
-        gc.disable()
+    def start(self) -> None:
+        """Handshake, then serve."""
         self._engine.note = self._note
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal if sys.stdin is not None and sys.stdin.isatty() else signal.SIG_IGN)
         self._outbox.send(
             lines.READY
             + (lines.caps(False, len(self._engine.slots)) if self._settings.caps else b"")
             + lines.stat(peak_rss_gb())
             + self._telemetry.emap()
         )
-        admission = threading.Thread(target=self._guarded(self._admit), name="admission", daemon=True)
-        engine = threading.Thread(target=self._guarded(self._work), name="engine", daemon=True)
         self._inbox.start()
-        admission.start()
-        engine.start()
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Drop every turn and end: a signal came, or the peer is gone."""
+        self._desk.stopping = True
+        self._over.set()
+
+    def wait(self) -> int:
+        """Wait for the end, save what is to be saved, give the last frames time to leave. Returns the exit code."""
         self._over.wait()
-        return self._leave(engine)
+        with self._desk.lock:
+            self._desk.wake.notify_all()
+        self._usage.save(self._telemetry.heat)
+        if self._settings.verbose:
+            self._log(lines.steps(self._schedule.steps, self._schedule.step_rows))
+        while not self._desk.stopping and not self._outbox.flush(FLUSH_SECONDS):
+            pass
+        self._outbox.close(FLUSH_SECONDS)
+        for thread in self._threads:
+            thread.join(FLUSH_SECONDS)
+        return 1 if self._failed else 0
 
     # -- threads
 
@@ -114,9 +142,6 @@ class Daemon:
                 self._over.set()
 
         return run
-
-    def _work(self) -> None:
-        self._schedule.run()
 
     def _admit(self) -> None:
         while True:
@@ -175,37 +200,6 @@ class Daemon:
 
     def _emap(self) -> bytes:
         return b"" if self._desk.no_more else self._telemetry.emap()
-
-    # -- leaving
-
-    def _peer_gone(self) -> None:
-        self._stop_everything()
-
-    def _drained(self) -> None:
-        self._inbox.wake()
-
-    def _on_signal(self, _number: int, _frame: object) -> None:
-        self._stop_everything()
-
-    def _stop_everything(self) -> None:
-        self._desk.stopping = True
-        self._over.set()
-
-    def _leave(self, engine: threading.Thread) -> int:
-        with self._desk.lock:
-            self._desk.wake.notify_all()
-        self._usage.save(self._telemetry.heat)
-        if self._settings.verbose:
-            self._log(lines.steps(self._schedule.steps, self._schedule.step_rows))
-        dropped = self._desk.stopping
-        while not self._desk.stopping and not self._outbox.flush(FLUSH_SECONDS):
-            pass
-        self._outbox.close(FLUSH_SECONDS)
-        if dropped:
-            engine.join(FLUSH_SECONDS)
-        sys.stderr.flush()
-        # a pass that still runs must not hold up the exit, and there is nothing left to lose
-        os._exit(1 if self._failed else 0)
 
     def _note(self, line: str) -> None:
         self._log(line)

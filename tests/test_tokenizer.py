@@ -1,0 +1,55 @@
+"""Bytes to tokens and back, whatever the bytes are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glm53serve.engine.chat import TemplateError, render_chat
+from glm53serve.engine.tokenizer import Tokenizer, TokenizerError
+from glm53serve.load import shipped_model
+
+TOKENIZER = Tokenizer(shipped_model())
+
+
+@given(st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
+def test_every_byte_string_comes_back(payload: bytes) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(payload)) == payload
+
+
+def test_special_tokens_are_recognised_and_nothing_is_added() -> None:
+    ids = TOKENIZER.encode(b"<|user|>1+1")
+    assert ids[0] == 1005 and TOKENIZER.text(1005) == b"<|user|>" and 1005 in TOKENIZER.special_ids
+    assert len(ids) == 4
+
+
+def test_an_invalid_byte_splits_the_text_and_stands_alone() -> None:
+    assert TOKENIZER.encode(b"the\xffthe") == TOKENIZER.encode(b"the") + TOKENIZER.encode(b"\xff") + TOKENIZER.encode(b"the")
+    assert len(TOKENIZER.encode(b"\xff\xfe")) == 2
+    assert len(TOKENIZER.encode("é".encode()[:1])) == 1
+
+
+def test_an_unknown_id_has_no_text() -> None:
+    assert TOKENIZER.text(10**6) == b""
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="no such file"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="not a tokenizer"):
+        Tokenizer(tmp_path)
+
+
+def test_the_chat_template_makes_the_models_prompts() -> None:
+    messages = [{"role": "user", "content": "What is 0 + 1?"}]
+    assert render_chat(shipped_model(), messages, enable_thinking=False) == "[gMASK]<sop><|user|>What is 0 + 1?<|assistant|></think>"
+    assert render_chat(shipped_model(), messages).endswith("<|assistant|><think>")
+
+
+def test_a_model_without_template_says_so(tmp_path: Path) -> None:
+    with pytest.raises(TemplateError, match="no chat template"):
+        render_chat(tmp_path, [])
