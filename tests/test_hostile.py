@@ -100,9 +100,14 @@ def directory_instead(directory: Path) -> None:
     (directory / FILE).mkdir()
 
 
-def pipe_instead(directory: Path) -> None:
-    (directory / FILE).unlink()
-    os.mkfifo(directory / FILE)
+def pipe_instead(name: str) -> Callable[[Path], None]:
+    def apply(directory: Path) -> None:
+        if not hasattr(os, "mkfifo"):
+            pytest.skip("no named pipes here")
+        (directory / name).unlink()
+        os.mkfifo(directory / name)
+
+    return apply
 
 
 # file-level damage: what is done to the directory, what the line must say, kind
@@ -140,7 +145,8 @@ FILES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "index promises more": (index_of_all(lambda m: m.update({"model.x": FILE})), f"model.x: not in {FILE}", "format"),
     "index promises less": (index_of_all(lambda m: m.pop(Q) and None), f"{Q}: not in {INDEX}", "format"),
     "a directory": (directory_instead, "not a regular file", "io"),
-    "a pipe": (pipe_instead, "not a regular file", "io"),
+    "a pipe": (pipe_instead(FILE), "not a regular file", "io"),
+    "config a pipe": (pipe_instead("config.json"), "config.json: not a regular file", "io"),
     "config gone": (lambda d: (d / "config.json").unlink(), "config.json: no such file", "io"),
     "config broken": (overwrite("config.json", b'{"model_type": '), "config.json: not JSON", "format"),
 }

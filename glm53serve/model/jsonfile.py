@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ def parse_object(text: bytes) -> dict[str, Any]:
 def read_object(path: Path, error: type[ModelError]) -> dict[str, Any]:
     """The JSON object in a file of at most 64 MiB. Raises `error` (kind io or format) with one line naming the file."""
     try:
+        # a pipe or device of that name would block
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise error(f"{path}: not a regular file", "io")
         with path.open("rb") as file:
             text = file.read(LIMIT + 1)
     except FileNotFoundError:

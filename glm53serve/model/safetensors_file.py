@@ -99,20 +99,22 @@ def _is_size(value: Any) -> bool:
 
 
 def _tensor(path: Path, name: str, entry: Any, shard: int, start: int) -> TensorInfo:
-    where = f"{path}: {short(name, 200)[1:-1]}"
+    def fail(what: str) -> CheckpointError:
+        return CheckpointError(f"{path}: {name}: {what}")
+
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{where}: header entry is {short(entry)}, must be an object")
+        raise fail(f"header entry is {short(entry)}, must be an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str):
-        raise CheckpointError(f"{where}: dtype is {short(dtype)}, must be a name")
-    if not isinstance(shape, list) or len(shape) > 16 or not all(_is_size(n) for n in shape):
-        raise CheckpointError(f"{where}: shape is {short(shape)}, must be a list of sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets) or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: data_offsets is {short(offsets)}, must be a first and a last byte")
+        raise fail(f"dtype is {short(dtype)}, must be a name")
+    if not isinstance(shape, list) or len(shape) > 16 or not all(map(_is_size, shape)):
+        raise fail(f"shape is {short(shape)}, must be a list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)) or offsets[0] > offsets[1]:
+        raise fail(f"data_offsets is {short(offsets)}, must be a first and a last byte")
     begin, end = offsets
     size = DTYPE_BYTES.get(dtype)
     if size is not None and end - begin != prod(shape) * size:
-        raise CheckpointError(f"{where}: {end - begin} bytes, {dtype} {short(shape)} needs {prod(shape) * size}")
+        raise fail(f"{end - begin} bytes, {dtype} {short(shape)} needs {prod(shape) * size}")
     return TensorInfo(name, dtype, tuple(shape), shard, start + begin, end - begin)
 
 
@@ -151,17 +153,23 @@ def _weight_map(index: Path) -> dict[str, str]:
     value = read_object(index, CheckpointError).get("weight_map")
     if not isinstance(value, dict):
         raise CheckpointError(f"{index}: weight_map is {short(value)}, must be an object of tensor and file names")
+    seen: set[str] = set()
     for name, file in value.items():
-        if not isinstance(file, str) or file in ("", ".", "..") or len(file) > 255 or "\0" in file or "\\" in file or Path(file).name != file:
-            raise CheckpointError(f"{index}: {short(name, 200)[1:-1]}: file is {short(file)}, must be the name of a file beside the index")
+        if not isinstance(file, str) or (file not in seen and not _is_file_name(file)):
+            raise CheckpointError(f"{index}: {name}: file is {short(file)}, must be the name of a file beside the index")
+        seen.add(file)
     return value
+
+
+def _is_file_name(text: str) -> bool:
+    return text not in ("", ".", "..") and len(text) <= 255 and not any(c in text for c in "/\\\0")
 
 
 def _check_index(index: Path, weight_map: dict[str, str], files: list[Path], tensors: dict[str, TensorInfo]) -> None:
     for name, file in weight_map.items():
         there = tensors.get(name)
         if there is None:
-            raise CheckpointError(f"{index}: {short(name, 200)[1:-1]}: not in {file}")
+            raise CheckpointError(f"{index}: {name}: not in {file}")
         if files[there.shard].name != file:
             raise CheckpointError(f"{index}: {name}: not in {file} but in {files[there.shard].name}")
     for name, tensor in tensors.items():

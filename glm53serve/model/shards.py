@@ -53,7 +53,7 @@ Data = Callable[[Entry], Iterable[Any]]
 """Gives an entry's bytes as consecutive buffers (C-contiguous arrays)."""
 
 
-def plan_shards(units: Sequence[Unit], limit: int = SHARD_BYTES) -> list[list[Entry]]:
+def plan_shards(units: Sequence[Unit], limit: int) -> list[list[Entry]]:
     """Units in order into shards of about `limit` bytes (a unit is never cut); within a shard the experts come first."""
     shards: list[list[Unit]] = [[]]
     size = 0
@@ -79,14 +79,14 @@ def header_bytes(entries: Sequence[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_model(directory: Path, units: Sequence[Unit], data: Data, texts: Mapping[str, str], limit: int = SHARD_BYTES) -> None:
+def write_model(directory: Path, units: Sequence[Unit], data: Data, texts: Mapping[str, str], limit: int | None = None) -> None:
     """Write the tensors of `units`, their index and the text files (name to content) as a new model directory.
 
     Everything is written under names that end in `.partial` and renamed at the end, config last, so a directory with a config.json is whole.
     Raises ModelError (io) when there is a model already or the disk is too small, before anything is written; after any later failure the
     partial files are removed.
     """
-    shards = plan_shards(units, limit)
+    shards = plan_shards(units, SHARD_BYTES if limit is None else limit)
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     total = sum(unit.nbytes for unit in units)
     weight_map = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
