@@ -11,12 +11,13 @@ from harness.client import EngineGone, NoAnswer
 from harness.frames import ProtocolViolation
 from harness.rig import CASES, CaseResult, Failed, Rig, Skipped
 
-__all__ = ["CASES", "CaseResult", "case_names", "cases_cancel", "cases_turns", "cases_wire", "run_cases"]
+__all__ = ["CASES", "CaseResult", "case_names", "run_case", "run_cases"]
 
 
 def case_names() -> list[str]:
     """Names of all cases, in order."""
-    return list(CASES)
+    rank = {module.__name__: place for place, module in enumerate((cases_wire, cases_turns, cases_cancel))}
+    return sorted(CASES, key=lambda name: rank[CASES[name].__module__])
 
 
 def run_case(rig: Rig, name: str) -> CaseResult:

@@ -14,7 +14,7 @@ FRACTIONS = (0.5, 0.3, 0.7, 0.15, 0.85)
 
 def _busy(client: Client, rig: Rig, slot: int = 0) -> Turn:
     """Start a long prompt in one chunk and wait for its ACCEPT."""
-    turn = client.submit(rig.digits(1000, 30), slot, 4, logprobs=4)
+    turn = client.submit(rig.digits(400, 1), slot, 8, logprobs=4)
     client.wait_accept(turn)
     return turn
 
@@ -23,7 +23,7 @@ def _busy(client: Client, rig: Rig, slot: int = 0) -> Turn:
 def stop(rig: Rig) -> str:
     """STOP of a decoding, a waiting and a prefilling turn ends with DONE; of an unknown id it is ignored."""
     runner = rig.runner()
-    with rig.start(2, GLM53_PREFILL_CHUNK="64", GLM53_CHECKPOINT_GB="0") as client:
+    with rig.start(2, GLM53_PREFILL_CHUNK="25", GLM53_CHECKPOINT_GB="0") as client:
         turn = client.submit(runner, 0, 160)
         client.wait_tokens(turn, 3)
         client.stop(turn)
@@ -32,7 +32,7 @@ def stop(rig: Rig) -> str:
         expect("the stopped text", rig.fresh(runner, 160, 1).text.startswith(turn.text), True)
         if turn.done.length_limited or len(turn.tokens) >= len(rig.fresh(runner, 160, 1).tokens):
             raise Failed(f"STOP after 3 tokens, but {len(turn.tokens)} came, length_limited {turn.done.length_limited:d}")
-        long = client.submit(rig.digits(1000, 30), 0, 4, logprobs=4)
+        long = client.submit(rig.digits(400, 1), 0, 8, logprobs=4)
         client.wait_accept(long)
         waiting = client.submit(rig.digits(50, 31), 1, 4)
         client.stop(waiting)
@@ -50,11 +50,11 @@ def stop(rig: Rig) -> str:
         client.stop(31337)
         client.not_found(31338)
         client.expect_quiet(0.05)
-        again = client.answer(rig.digits(1000, 30), 0, 4, logprobs=4)
+        again = client.answer(rig.digits(400, 1), 0, 8, logprobs=4)
         line = client.reuse(again)
-        said = rig.same(again, rig.fresh(rig.digits(1000, 30), 4))
+        said = rig.same(again, rig.fresh(rig.digits(400, 1)))
         if long.prof.forwards:
-            expect("the prompt after its STOP", (line.word, line.reused), ("extend", 64 * long.prof.forwards))
+            expect("the prompt after its STOP", (line.word, line.reused), ("extend", 25 * long.prof.forwards))
         return f"stopped after {len(turn.tokens)} tokens and {long.prof.forwards} chunks; {said}"
 
 
@@ -70,7 +70,7 @@ def cancel_waiting(rig: Rig) -> str:
         took = second.ended_at - at
         expect("the turn that runs", first.outcome, "in flight")
         ended(first, "DONE")
-        said = rig.same(first, rig.fresh(rig.digits(1000, 30), 4))
+        said = rig.same(first, rig.fresh(rig.digits(400, 1)))
         line = client.cancel_line(second)
         expect("CANCEL", (line.prompt_tokens, line.emitted, line.filled), (300, 0, 0))
         if any(getattr(note, "id", 0) == second.id and type(note).__name__ == "ReuseLine" for note in client.notes):
@@ -134,9 +134,9 @@ def cancel_chunk_one(rig: Rig) -> str:
 @case
 def cancel_boundary(rig: Rig) -> str:
     """CANCEL in a later chunk: the chunks before it stay, the retry goes on from there."""
-    prompt = rig.digits(1000, 34)
+    prompt = rig.digits(400, 34)
     kept = []
-    with rig.start(1, GLM53_PREFILL_CHUNK="250", GLM53_CHECKPOINT_GB="0") as client:
+    with rig.start(1, GLM53_PREFILL_CHUNK="100", GLM53_CHECKPOINT_GB="0") as client:
         prime(client, rig.digits(10, 35))
         timed = client.answer(prompt, 0, 1)
         assert timed.prof is not None
@@ -150,7 +150,7 @@ def cancel_boundary(rig: Rig) -> str:
             if turn.done is not None:
                 continue
             line = client.cancel_line(turn)
-            expect("filled is a chunk boundary", (line.filled % 250, line.emitted), (0, 0)) if line.filled != 10 else None
+            expect("filled is a chunk boundary", (line.filled % 100, line.emitted), (0, 0)) if line.filled != 10 else None
             retry = client.answer(prompt, 0, 8, logprobs=4)
             expect("the retry reuses", client.reuse(retry).reused, line.filled if line.filled != 10 else 0)
             said = rig.same(retry, rig.fresh(prompt))

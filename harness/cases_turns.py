@@ -169,8 +169,8 @@ def two_slots(rig: Rig) -> str:
 @case
 def fair(rig: Rig) -> str:
     """A long prompt lets the decoding slots take a step after every chunk."""
-    runner, prompt = rig.runner(), rig.digits(600, 26)
-    with rig.start(2, GLM53_PREFILL_CHUNK="64") as client:
+    runner, prompt = rig.runner(), rig.digits(300, 26)
+    with rig.start(2, GLM53_PREFILL_CHUNK="30") as client:
         first = client.submit(runner, 0, 160)
         client.wait_tokens(first, 1)
         second = client.submit(prompt, 1, 4, logprobs=1)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness.cases import CASES, CaseResult, run_cases
+from harness.cases import CASES, CaseResult, case_names, run_cases
 
 CHAIN = {"COLI_VULKAN": "1", "COLI_VK_CHAIN": "1", "COLI_VK_CHAIN_ROWS": "128"}
 
@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the cases and what each wants")
     args = parser.parse_args(argv)
     if args.list:
-        for name, function in CASES.items():
-            print(f"{name:<18} {(function.__doc__ or '').splitlines()[0]}")
+        for name in case_names():
+            print(f"{name:<18} {(CASES[name].__doc__ or '').splitlines()[0]}")
         return 0
     if not args.model:
         parser.error("--model is needed")
