@@ -274,6 +274,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (nano(hidden_size=-1), "hidden_size is -1"),
     (nano(vocab_size=10**400), "vocab_size is a number of 1329 bits"),
     (nano(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+    (flat(num_hidden_layers=4096, n_routed_experts=65536), "4096 layers of 65536 experts are more than the 262144"),
     (nano(rms_norm_eps=float("nan")), "rms_norm_eps is NaN"),
     (nano(swiglu_limit=None), "swiglu_limit is null"),
     (nano(routed_scaling_factor=10**400), "routed_scaling_factor is a number"),

@@ -147,6 +147,21 @@ def test_model_over_several_files_opens(tmp_path: Path, monkeypatch: pytest.Monk
     np.testing.assert_array_equal(one.expert(3, 3).down.data, many.expert(3, 3).down.data)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_safetensors_library_reads_it(tmp_path: Path, fmt: str) -> None:
+    """The header order and padding of our files are within the format."""
+    from safetensors import safe_open
+
+    synth(tmp_path, "tiny", fmt=fmt)
+    ours = RawModel.read(tmp_path).tensors
+    with safe_open(next(tmp_path.glob("*.safetensors")), framework="np") as file:
+        assert set(file.keys()) == set(ours)
+        for name, raw in ours.items():
+            assert tuple(file.get_slice(name).get_shape()) == raw.shape
+            if raw.dtype in ("F32", "U8"):
+                assert file.get_tensor(name).tobytes() == raw.data
+
+
 def test_tokenizer_is_one_token_a_byte(tmp_path: Path) -> None:
     synth(tmp_path, "tiny")
     tokenizer = Tokenizer(tmp_path)

@@ -37,6 +37,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 24
+MAX_EXPERTS_IN_ALL = 1 << 18
 
 
 class _Keys:
@@ -136,6 +137,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelCon
     heads, qk_dim = _mla_heads(text)
     layer_kinds = text.kinds("layer_types", LAYER_NAMES, layers) or tuple(DSA if i % 4 == 3 else KDA for i in range(layers))
     experts, per_token, groups, kept_groups = _routing(text)
+    if layers * experts > MAX_EXPERTS_IN_ALL:
+        raise text.fail(f"{layers} layers of {experts} experts are more than the {MAX_EXPERTS_IN_ALL} experts supported", "unsupported")
     kda_heads, kda_dim, conv, bound = _linear(text, layer_kinds)
     return ModelConfig(
         hidden_size=text.whole("hidden_size", 4096),
