@@ -104,9 +104,9 @@ class Inbox:
     def stop(self) -> None:
         """End the reader thread, wherever it waits. Frames that wait can still be got, then comes Eof. The descriptor stays open."""
         with self._changed:
-            if not self._stopping and not self.ended.is_set():
+            already, self._stopping = self._stopping, True
+            if not already and not self.ended.is_set():
                 os.write(self._bell_in, b"!")
-            self._stopping = True
             self._changed.notify_all()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -119,8 +119,8 @@ class Inbox:
         poll.register(self._bell_out, select.POLLIN)
         try:
             while self.error is None and self._wait_for_space():
-                poll.poll()
-                if self._stopping:
+                ready = [fd for fd, _ in poll.poll()]
+                if self._bell_out in ready:
                     return
                 data = self._read()
                 if data == b"":
