@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+
 import numpy as np
 import pytest
-from goldens import NAMES, golden, golden_reference
+from goldens import FOLDER, NAMES, golden, golden_reference, reference_of
 from numpy.typing import DTypeLike, NDArray
 
 from glm53serve.model import reference_math as m
@@ -97,3 +101,26 @@ def test_goldens_cover_the_features() -> None:
         attention = reference.layers[config.layer_kinds.index(DSA)].attention
         formats |= {attention.q_a.format, reference.embedding.format, reference.experts.expert(config.sparse_layers[0], 0).down.format}
     assert formats >= {"f32", "bf16", "fp8", "int4"}
+
+
+@pytest.mark.parametrize("length", ["short", "medium", "long"])
+def test_the_shipped_model_on_its_own_prompts(length: str) -> None:
+    """The last rows of a real prompt in float64, then in float32 with the greedy answer."""
+    with np.load(FOLDER / "nano" / "golden.npz") as arrays:
+        prompt, greedy, rows, wide = (arrays[f"{length}_{part}"] for part in ("prompt_ids", "greedy_ids", "rows", "logits_f64"))
+    reference = shipped_reference(WIDE)
+    close(reference.forward(prompt, reference.new_state())[rows], wide, WIDE)
+    reference = shipped_reference(NARROW)
+    state = reference.new_state()
+    logits = reference.forward(prompt, state)
+    close(logits[rows], wide, NARROW)
+    answer = [int(logits[-1].argmax())]
+    while len(answer) < len(greedy):
+        answer.append(int(reference.forward([answer[-1]], state)[-1].argmax()))
+    assert answer == greedy.tolist()
+
+
+@lru_cache
+def shipped_reference(dtype: DTypeLike) -> ReferenceModel:
+    """The reference over the model in the package."""
+    return reference_of(Path(str(files("glm53serve") / "data" / "glm53-nano")), dtype)
