@@ -15,7 +15,7 @@ from glm53serve.model.weights import DsaWeights, ExpertSource, FfnWeights, Hyper
 from glm53serve.vulkan.device import Buffer, Device
 from glm53serve.vulkan.linear import VECTOR_ROWS, ExpertMatrices, Linear, Op, Stage, Target, upload, upload_experts
 from glm53serve.vulkan.pack import by_heads, gate_up, key_and_value, pack, pack_values, padded
-from glm53serve.vulkan.scratch import Scratch, Sizes
+from glm53serve.vulkan.scratch import Scratch, Sizes, attention_splits
 from glm53serve.vulkan.state import DsaState, KdaState
 
 F32 = NDArray[np.float32]
@@ -255,15 +255,20 @@ class DsaLayer:
         )
         softmax_push = struct.pack("4I", heads, z.tokens, c.index_kpool, c.index_topk)
         softmax = Op("attn_softmax", {}, [s["attention"]], softmax_push, (heads, bucket, 1), 10.0 * bucket * heads * z.tokens)
+        splits = attention_splits(bucket, z.tokens)
         mix = Op(
             "attn_mix",
             {2: per_thread},
-            [s["attention"], s["mixed"], s["chosen"], self.state.latents],
-            push,
-            (z.rank // 64, head_tiles, bucket),
+            [s["attention"], s["parts"] if splits > 1 else s["mixed"], s["chosen"], self.state.latents],
+            push + struct.pack("2I", splits, bucket),
+            (z.rank // 64 * splits, head_tiles, bucket),
             flops,
         )
-        return [[scores], [softmax], [mix]]
+        stages = [[scores], [softmax], [mix]]
+        if splits > 1:
+            width = heads * z.rank
+            stages.append([Op("attn_sum", {}, [s["parts"], s["mixed"]], struct.pack("2I", width, splits), (-(-width // 128), bucket, 1))])
+        return stages
 
 
 class DenseFfn:

@@ -44,8 +44,8 @@ class VulkanLayers:
     """Layers 0..N-1 on a device, nothing of them on the host.
 
     layer_weights(l) and experts give the weights; dense matrices are kept at `bits` (0 as stored, else 4, 8, 16 or 32), routed experts as
-    stored. `slots` slots of `capacity` positions; row groups of at most `rows` rows. The device is this object's from now on: `close` closes it,
-    also when construction fails. Raises OutOfDeviceMemory, DeviceLost, ValueError for a range the chain cannot hold.
+    stored. `slots` slots of `capacity` positions; row groups of at most `rows` rows. The device is this object's from now on, unless `owns_device` is
+    false: `close` closes it, also when construction fails. Raises OutOfDeviceMemory, DeviceLost, ValueError for a range the chain cannot hold.
     """
 
     def __init__(
@@ -61,13 +61,16 @@ class VulkanLayers:
         bits: int = 0,
         rate: Rate | None = None,
         progress: Callable[[int], None] | None = None,
+        owns_device: bool = True,
     ) -> None:
         self.device, self.config, self.layers = device, config, layers
         self.meter = Meter()
+        self._owns_device = owns_device
         try:
             self._build(layer_weights, experts, slots, capacity, rows, bits, rate, progress)
         except BaseException:
-            device.close()
+            if owns_device:
+                device.close()
             raise
 
     def _build(
@@ -169,7 +172,10 @@ class VulkanLayers:
         """Release everything, the device too."""
         with self._lock:
             self._asking = None
-            self.device.close()
+            if self._owns_device:
+                self.device.close()
+            else:
+                self.device.idle()
 
     def _uses_of(self, slot: int) -> Buffer:
         size = 4 * self._sparse * self.config.n_routed_experts

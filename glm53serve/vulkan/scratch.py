@@ -101,6 +101,11 @@ class Sizes:
         return padded(c.num_heads * self.head) + padded(c.index_n_heads * self.index_dim)
 
 
+def attention_splits(bucket: int, tokens: int) -> int:
+    """Runs that a row's tokens are cut into: one row alone would keep a GPU waiting."""
+    return max(1, min(8 // bucket, tokens // 128)) if bucket <= 4 else 1
+
+
 def floats(sizes: Sizes, layers: range) -> dict[str, int]:
     """Floats of every intermediate buffer that `layers` need."""
     c, r = sizes.config, sizes.rows
@@ -115,6 +120,7 @@ def floats(sizes: Sizes, layers: range) -> dict[str, int]:
         need |= {"qr": r * padded(c.q_lora_rank), "b": r * sizes.queries, "absorbed": r * c.num_heads * sizes.rank}
         need |= {"scores": r * sizes.pools, "chosen": r * sizes.keep, "attention": r * c.num_heads * sizes.tokens}
         need |= {"mixed": r * c.num_heads * sizes.rank, "values": r * sizes.values}
+        need["parts"] = 8 * c.num_heads * sizes.rank
     if DENSE in ffns or SPARSE in ffns:
         need["act"] = r * sizes.widest_ffn
     if SPARSE in ffns:

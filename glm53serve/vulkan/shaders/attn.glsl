@@ -1,7 +1,7 @@
 // The i-th token a row attends to, in ascending order.
 layout(set = 1, binding = 2) readonly buffer L { uint chosen[]; };    // [rows, keep]
 layout(set = 1, binding = 3) readonly buffer C { vec4 latents4[]; };  // [slots, capacity, rp]
-layout(push_constant) uniform Push { uint heads, rp, ts, capacity, kpool, budget, keep; float root_d; } p;
+layout(push_constant) uniform Push { uint heads, rp, ts, capacity, kpool, budget, keep; float root_d; uint splits, rows; } p;
 uint g_row, g_pos, g_count, g_head0, g_place;
 bool g_all;
 void open_row() {
