@@ -171,9 +171,19 @@ def test_files_sockets_and_nonblocking_pipes(tmp_path: Path, pipe: tuple[int, in
 def test_a_closed_descriptor() -> None:
     read, write = os.pipe()
     os.close(write)
-    outbox = Outbox(write)
-    assert outbox.closed.wait(5) and not outbox.send(b"x")
+    calls: list[str] = []
+    outbox = Outbox(write, on_closed=lambda: calls.append(threading.current_thread().name))
+    assert outbox.send(b"x") and outbox.closed.wait(5) and not outbox.send(b"x")
+    outbox._thread.join(5)
+    assert calls == ["outbox"] and outbox.error is not None and not outbox.close()
     os.close(read)
+
+
+def test_an_outbox_that_was_never_used(pipe: tuple[int, int]) -> None:
+    calls: list[int] = []
+    outbox = Outbox(pipe[1], on_closed=lambda: calls.append(1))
+    os.close(pipe[0])
+    assert outbox.close(1) and outbox.close(1) and outbox.closed.is_set() and not calls and not outbox.send(b"x")
 
 
 def test_close_ends_the_writer_whatever_it_is_doing(pipe: tuple[int, int]) -> None:

@@ -21,9 +21,9 @@ _GONE = select.POLLERR | select.POLLHUP | select.POLLNVAL
 class Outbox:
     """Writes to a file descriptor (pipe, file, socket, terminal; blocking or not) that it does not own.
 
-    `send` never blocks. When the peer is gone (closed pipe, any write error) `on_closed` is called once from the writer thread, everything
-    unsent is dropped and so is all that follows; `error` says why. `on_drain` is called from the writer thread after bytes have gone.
-    `fault` is called before each write and may raise OSError (fault injection).
+    `send` never blocks; the first one starts the thread. When the peer is gone (closed pipe, any write error) `on_closed` is called once
+    from the writer thread, everything unsent is dropped and so is all that follows; `error` says why. `on_drain` is called from the writer
+    thread after bytes have gone. `fault` is called before each write and may raise OSError (fault injection).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Outbox:
         os.set_blocking(self._bell_in, False)
         os.set_blocking(self._bell_out, False)
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
-        self._thread.start()
+        self._started = False
 
     # -- everybody's side
 
@@ -71,7 +71,10 @@ class Outbox:
                 return False
             self._blocks.append(block)
             self._unsent += len(block)
-            if self._asleep:
+            if not self._started:
+                self._started = True
+                self._thread.start()
+            elif self._asleep:
                 self._asleep = False
                 self._ring()
         return True
@@ -97,7 +100,10 @@ class Outbox:
         with self._changed:
             self._stopping = True
             self._ring()
-        if threading.current_thread() is not self._thread:
+            begun, self._started = self._started, True
+        if not begun:
+            self._shut()
+        elif self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
         return not self._dropped
 
