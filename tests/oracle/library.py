@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
-from transformers.utils import logging
 from transformers.models.glm5_next import configuration_glm5_next as configuration
 from transformers.models.glm5_next import modeling_glm5_next as library
+from transformers.utils import logging
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

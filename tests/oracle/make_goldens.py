@@ -1,6 +1,6 @@
 """Regenerate tests/data/golden from the transformers library. See README.md here; `make test` does not need this.
 
-    python make_goldens.py [NAME ...]        names of models.GOLDENS, or `nano`; all when none is given
+python make_goldens.py [NAME ...]        names of models.GOLDENS, or `nano`; all when none is given
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from formats import Tensors, store, write_checkpoint
 from library import Gaps, Oracle, greedy_gap, widened_module, wrapper_config
 from models import GOLDENS, PREFIX, Golden, draw_model

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from formats import Tensors
 
 PREFIX = "model.language_model."
@@ -29,17 +28,49 @@ class Golden:
 
 def text_keys(**changes: Any) -> dict[str, Any]:
     """Text keys every golden states, with `changes`; a value `...` removes the key."""
-    keys: dict[str, Any] = dict(
-        hidden_size=32, num_hidden_layers=5, vocab_size=64, intermediate_size=40, moe_intermediate_size=12,
-        n_routed_experts=7, num_experts_per_tok=3, n_shared_experts=1, n_group=1, topk_group=1, norm_topk_prob=True,
-        routed_scaling_factor=2.5, hidden_act="silu", swiglu_limit=1.5, rms_norm_eps=1e-5,
-        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, v_head_dim=8,
-        qk_rope_head_dim=0, attention_bias=False, index_topk=16, index_kpool=4, index_n_heads=8, index_head_dim=8,
-        index_kpool_always_select_tail=True, linear_num_heads=2, linear_head_dim=16, linear_conv_kernel_dim=4,
-        linear_lower_bound=-5.0, hc_mult=4, hc_eps=1e-6, hc_sinkhorn_iters=20, tie_word_embeddings=False,
-        max_position_embeddings=4096, pad_token_id=0, eos_token_id=[63],
-        layer_types=[KDA, DSA, KDA, KDA, DSA], mlp_layer_types=["dense"] + ["sparse"] * 4,
-    )  # fmt: skip
+    keys: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 5,
+        "vocab_size": 64,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 12,
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "hidden_act": "silu",
+        "swiglu_limit": 1.5,
+        "rms_norm_eps": 1e-5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "qk_rope_head_dim": 0,
+        "attention_bias": False,
+        "index_topk": 16,
+        "index_kpool": 4,
+        "index_n_heads": 8,
+        "index_head_dim": 8,
+        "index_kpool_always_select_tail": True,
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "linear_lower_bound": -5.0,
+        "hc_mult": 4,
+        "hc_eps": 1e-6,
+        "hc_sinkhorn_iters": 20,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 0,
+        "eos_token_id": [63],
+        "layer_types": [KDA, DSA, KDA, KDA, DSA],
+        "mlp_layer_types": ["dense"] + ["sparse"] * 4,
+    }
     keys.update(changes)
     return {k: v for k, v in keys.items() if v is not ...}
 
@@ -58,16 +89,37 @@ def nested(text: dict[str, Any], **top: Any) -> dict[str, Any]:
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
 
 GOLDENS = (
-    Golden("nested-f32", nested(text_keys(num_hidden_layers=4, layer_types=[KDA, DSA, KDA, DSA], mlp_layer_types=["dense", "sparse", "sparse", "sparse"])), "f32", shards=3),
+    Golden(
+        "nested-f32",
+        nested(text_keys(num_hidden_layers=4, layer_types=[KDA, DSA, KDA, DSA], mlp_layer_types=["dense", "sparse", "sparse", "sparse"])),
+        "f32",
+        shards=3,
+    ),
     Golden(
         "flat-bf16",
         {
             "model_type": "glm5_next",
             **text_keys(
-                hidden_size=40, hc_mult=1, index_kpool=2, index_topk=14, linear_conv_kernel_dim=3, linear_lower_bound=None, tie_word_embeddings=True, index_n_heads=16,
-                linear_num_heads=3, linear_head_dim=12, qk_nope_head_dim=10, v_head_dim=14, num_attention_heads=3, num_key_value_heads=3,
-                layer_types=[DSA, KDA, KDA, DSA, KDA], mlp_layer_types=..., first_k_dense_replace=3, n_routed_experts=6, num_experts_per_tok=2,
-            ),  # fmt: skip
+                hidden_size=40,
+                hc_mult=1,
+                index_kpool=2,
+                index_topk=14,
+                linear_conv_kernel_dim=3,
+                linear_lower_bound=None,
+                tie_word_embeddings=True,
+                index_n_heads=16,
+                linear_num_heads=3,
+                linear_head_dim=12,
+                qk_nope_head_dim=10,
+                v_head_dim=14,
+                num_attention_heads=3,
+                num_key_value_heads=3,
+                layer_types=[DSA, KDA, KDA, DSA, KDA],
+                mlp_layer_types=...,
+                first_k_dense_replace=3,
+                n_routed_experts=6,
+                num_experts_per_tok=2,
+            ),
         },
         "bf16",
         prefix="model.",
@@ -77,11 +129,19 @@ GOLDENS = (
         {
             "model_type": "glm5_next_text",
             **text_keys(
-                hc_mult=3, index_kpool=5, index_topk=20, index_head_dim=12, index_topk_pattern="FFSFF", hc_sinkhorn_iters=6,
+                hc_mult=3,
+                index_kpool=5,
+                index_topk=20,
+                index_head_dim=12,
+                index_topk_pattern="FFSFF",
+                hc_sinkhorn_iters=6,
                 linear_attn_config={"num_heads": 3, "head_dim": 8, "short_conv_kernel_size": 3, "gate_lower_bound": -3.0},
                 layer_types=["linear_attention", "full_attention", "indexed_attention", "linear_attention", "attention"],
-                moe_intermediate_size=12, n_routed_experts=6, num_experts_per_tok=2, v_head_dim=12,
-            ),  # fmt: skip
+                moe_intermediate_size=12,
+                n_routed_experts=6,
+                num_experts_per_tok=2,
+                v_head_dim=12,
+            ),
         },
         "f32",
         prompt=118,
@@ -90,10 +150,21 @@ GOLDENS = (
         "grouped-bf16",
         nested(
             text_keys(
-                num_hidden_layers=8, layer_types=..., mlp_layer_types=..., n_group=4, topk_group=2, n_routed_experts=12, num_experts_per_tok=3,
-                n_shared_experts=2, norm_topk_prob=False, routed_scaling_factor=1.3, moe_intermediate_size=8, hc_mult=2, index_topk=12,
+                num_hidden_layers=8,
+                layer_types=...,
+                mlp_layer_types=...,
+                n_group=4,
+                topk_group=2,
+                n_routed_experts=12,
+                num_experts_per_tok=3,
+                n_shared_experts=2,
+                norm_topk_prob=False,
+                routed_scaling_factor=1.3,
+                moe_intermediate_size=8,
+                hc_mult=2,
+                index_topk=12,
                 linear_attn_config={"num_heads": 2, "head_dim": 8, "short_conv_kernel_size": 4, "gate_lower_bound": None, "safe_gate": False},
-            )  # fmt: skip
+            )
         ),
         "bf16",
         shards=2,
@@ -102,10 +173,22 @@ GOLDENS = (
         "ragged-fp8",
         nested(
             text_keys(
-                hidden_size=40, intermediate_size=136, moe_intermediate_size=130, n_routed_experts=4, num_experts_per_tok=2, num_attention_heads=4,
-                num_key_value_heads=4, qk_nope_head_dim=34, v_head_dim=33, q_lora_rank=136, kv_lora_rank=24, hc_mult=3, num_hidden_layers=4,
-                layer_types=[KDA, DSA, KDA, DSA], mlp_layer_types=["dense", "sparse", "dense", "sparse"],
-            ),  # fmt: skip
+                hidden_size=40,
+                intermediate_size=136,
+                moe_intermediate_size=130,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                qk_nope_head_dim=34,
+                v_head_dim=33,
+                q_lora_rank=136,
+                kv_lora_rank=24,
+                hc_mult=3,
+                num_hidden_layers=4,
+                layer_types=[KDA, DSA, KDA, DSA],
+                mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+            ),
             quantization_config=FP8_CONFIG,
         ),
         "fp8",
@@ -116,9 +199,18 @@ GOLDENS = (
         "container-int4",
         nested(
             text_keys(
-                hidden_size=40, hc_mult=3, index_kpool=2, index_topk=16, moe_intermediate_size=67, n_routed_experts=5, num_experts_per_tok=2,
-                num_hidden_layers=4, layer_types=[KDA, DSA, DSA, KDA], mlp_layer_types=["dense", "sparse", "sparse", "dense"], linear_lower_bound=-4.0,
-            )  # fmt: skip
+                hidden_size=40,
+                hc_mult=3,
+                index_kpool=2,
+                index_topk=16,
+                moe_intermediate_size=67,
+                n_routed_experts=5,
+                num_experts_per_tok=2,
+                num_hidden_layers=4,
+                layer_types=[KDA, DSA, DSA, KDA],
+                mlp_layer_types=["dense", "sparse", "sparse", "dense"],
+                linear_lower_bound=-4.0,
+            )
         ),
         "int4",
         shards=2,
@@ -126,8 +218,20 @@ GOLDENS = (
     ),
     Golden(
         "single-pool-bf16",
-        nested(text_keys(index_kpool=1, index_n_heads=16, index_topk=11, hc_mult=2, hc_sinkhorn_iters=1, num_hidden_layers=4, layer_types=[KDA, DSA, KDA, DSA],
-                         mlp_layer_types=["dense", "sparse", "sparse", "sparse"], n_routed_experts=6, num_experts_per_tok=2)),  # fmt: skip
+        nested(
+            text_keys(
+                index_kpool=1,
+                index_n_heads=16,
+                index_topk=11,
+                hc_mult=2,
+                hc_sinkhorn_iters=1,
+                num_hidden_layers=4,
+                layer_types=[KDA, DSA, KDA, DSA],
+                mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+                n_routed_experts=6,
+                num_experts_per_tok=2,
+            )
+        ),
         "bf16",
         prompt=100,
     ),

@@ -7,15 +7,14 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+from library import Oracle, greedy_gap
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from library import Oracle, greedy_gap
-
 LAST_ROWS = 4
 GREEDY = 24
-LENGTHS = {"short": (13, 17), "medium": (200, 320), "long": (500, 640)}
-CANDIDATES = 12
+MOST = 12  # prompts tried in a class
+LENGTHS = {"short": (13, 17), "medium": (201, 320), "long": (501, 640)}
 
 
 def make_nano(model: Path, data: Path, out: Path, wide: ModuleType) -> None:
@@ -29,8 +28,8 @@ def make_nano(model: Path, data: Path, out: Path, wide: ModuleType) -> None:
     arrays: dict[str, np.ndarray] = {}
     for label, (low, high) in LENGTHS.items():
         best = -1.0
-        fitting = [t for t in tasks if low <= t["prompt_tokens"] <= high and t["reference_correct"]]
-        for task in fitting[:: max(1, len(fitting) // CANDIDATES)]:
+        fitting = [t for t in tasks if low <= t["prompt_tokens"] <= high and t["reference_correct"]][:MOST]
+        for task in fitting:
             ids = tokenizer.encode(task["prompt"], add_special_tokens=False).ids
             assert len(ids) == task["prompt_tokens"], task["id"]
             logits, gaps = oracle.logits64(ids)
@@ -58,6 +57,7 @@ def make_nano(model: Path, data: Path, out: Path, wide: ModuleType) -> None:
                     f"{label}_f32_max_diff": np.float64(np.abs(logits - narrow).max()),
                 }
             )
-        print(f"nano {label}: {({k: v.item() for k, v in arrays.items() if k.startswith(label) and v.ndim == 0})}", flush=True)
+        summary = {k: v.item() for k, v in arrays.items() if k.startswith(label) and v.ndim == 0}
+        print(f"nano {label}: {summary}", flush=True)
     out.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(out / "golden.npz", **arrays)
