@@ -1,0 +1,100 @@
+"""Random lives of several slots against an engine that has never seen anything else, with the states that were reached counted."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.ledger import Turn
+from tests.served import CAPACITY, Fresh, Served, cancel_at_ask, load_tiny, same, tiny_model
+
+SLOTS = 3
+ROUNDS = 70
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def fresh(model: Path) -> Fresh:
+    return Fresh(load_tiny(model, 1))
+
+
+@pytest.fixture
+def served(model: Path, tmp_path: Path) -> Iterator[Served]:
+    daemon = Served(load_tiny(model, SLOTS, GLM53_CHECKPOINT_GB="0.01", COLI_PIN_SLOTS="2"), tmp_path / "usage")
+    yield daemon
+    assert daemon.close() == 0
+
+
+def _next_prompt(rng: random.Random, history: bytes, pinned: bytes) -> bytes:
+    """A prompt that stands in some relation to what a slot has seen."""
+    some = bytes(rng.choice(b"abcdefgh \n") for _ in range(rng.randint(1, 30)))
+    kind = rng.random()
+    if kind < 0.35:
+        prompt = history + some
+    elif kind < 0.5:
+        prompt = history[: rng.randint(0, len(history))] + some
+    elif kind < 0.6:
+        prompt = history
+    elif kind < 0.7:
+        prompt = history[: rng.randint(0, len(history))]
+    elif kind < 0.85:
+        prompt = pinned + some
+    else:
+        prompt = some
+    return prompt[: CAPACITY - 20] or some
+
+
+def _wait_for_tokens(served: Served, turn: Turn, count: int) -> None:
+    served.wait_until(lambda: turn.ended or len(turn.tokens) >= count)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_answer_is_a_fresh_engines(served: Served, fresh: Fresh, seed: int) -> None:
+    rng = random.Random(seed)
+    history, pinned = [b""] * SLOTS, [b""] * SLOTS
+    reached: Counter[str] = Counter()
+    for _ in range(ROUNDS):
+        slots = rng.sample(range(SLOTS), rng.choice((1, 1, 2, 3)))
+        what = rng.choice(("answer", "answer", "halt", "cancel", "stop"))
+        turns = []
+        halts = served.halted()
+        with cancel_at_ask(served, rng.randint(1, 60) if what == "halt" else 0) as hit:
+            for slot in slots:
+                prompt = _next_prompt(rng, history[slot], pinned[slot])
+                pin = rng.random() < 0.25
+                turns.append((served.submit(prompt, slot, rng.randint(1, 6), rng.choice((0, 1)), int(pin)), prompt, pin))
+            if what in ("cancel", "stop"):
+                victim = rng.choice(turns)[0]
+                _wait_for_tokens(served, victim, rng.randint(0, 3))
+                served.cancel(victim) if what == "cancel" else served.stop(victim)
+            for turn, _, _ in turns:
+                served.wait(turn)
+        for turn, prompt, pin in turns:
+            wanted = fresh.answer(prompt, turn.max_tokens)
+            said = served.said(turn)
+            if not turn.logprobs:
+                wanted = [(text, 0.0) for text, _ in wanted]
+            assert same(said, wanted[: len(said)]), (turn, prompt, said, wanted)
+            if turn.outcome == "DONE" and not turn.stopped:
+                assert len(said) == len(wanted), (turn, wanted)
+            history[turn.slot] = prompt + b"".join(text for text, _ in said)
+            if pin and turn.outcome == "DONE":
+                pinned[turn.slot] = prompt
+            reached[served.word(turn)] += 1
+            reached[f"{turn.outcome} after {'some' if said else 'no'} tokens"] += 1
+        reached["halted"] += served.halted() - halts
+        reached["cancelled at an ask"] += len(hit)
+        reached[f"{len(turns)} turns"] += 1
+    assert not served.ledger.owed
+    wanted_states = {"cold", "equal", "shorter", "diverged", "extend", "pin", "halted", "1 turns", "2 turns", "3 turns"}
+    wanted_states |= {"DONE after some tokens", "CANCELLED after some tokens", "CANCELLED after no tokens"}
+    assert wanted_states <= set(reached), reached
+    assert reached["halted"] >= 3 and reached["extend"] >= 10 and reached["pin"] >= 5, reached
