@@ -168,6 +168,17 @@ def test_files_sockets_and_nonblocking_pipes(tmp_path: Path, pipe: tuple[int, in
     assert outbox.close(5)
 
 
+def test_a_descriptor_that_takes_a_part_gets_the_rest(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: whole(fd, data[: max(1, len(data) // 3)] if fd == pipe[1] else data))
+    outbox = Outbox(pipe[1])
+    block = random.Random(2).randbytes(20_000)
+    outbox.send(block)
+    outbox.send(b"end")
+    assert read_exactly(pipe[0], 20_003) == block + b"end"
+    assert outbox.close(5)
+
+
 def test_a_closed_descriptor() -> None:
     read, write = os.pipe()
     os.close(write)

@@ -118,6 +118,8 @@ def test_the_longest_header_and_one_more() -> None:
     # what lies beyond the limit cannot be read, a field that touches it neither
     refused_then_next(b"PROMPT" + b" " * 4090 + b"44 0 1 5 1 1\n", 0)
     refused_then_next(b"PROMPT 4" + b" " * (4096 - 8 - 3) + b"0 100 1 5\n", 4)
+    refused_then_next(b"PROMPT" + b" " * 4089 + b"4 0 1 5 1 1\n", 0)
+    refused_then_next(fits + b"\rx\na\n", 4)
 
 
 def test_payload_limits() -> None:
