@@ -1,0 +1,42 @@
+"""Random frames through a live daemon: `python bench/fuzz_daemon.py [frames] [seed] [--model DIR] [--engine CMD]`. Exit code 0 when all were answered right."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shlex
+import sys
+from pathlib import Path
+from time import perf_counter
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from harness.fuzz import fuzz
+from harness.rig import Rig
+
+
+def main() -> int:
+    """Fuzz and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("frames", type=int, nargs="?", default=10_000)
+    parser.add_argument("seed", type=int, nargs="?", default=random.SystemRandom().getrandbits(32))
+    parser.add_argument("--model", default=str(ROOT / "glm53serve" / "data" / "glm53-nano"))
+    parser.add_argument("--engine", default=str(Path(sys.executable).parent / "glm53"))
+    args = parser.parse_args()
+    rig = Rig(shlex.split(args.engine), args.model)
+    began = perf_counter()
+    try:
+        seen = fuzz(rig, args.frames, args.seed)
+    except AssertionError as failure:
+        print(f"FAIL {failure}")
+        return 1
+    finally:
+        rig.close()
+    print(f"{args.frames} frames in {perf_counter() - began:.0f} s, seed {args.seed}: " + ", ".join(f"{n} {answer}" for answer, n in seen.most_common()))
+    print("0 desyncs, 0 crashes, 0 hangs")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
