@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from glm53serve.cpu.layers import CpuLayers
+from glm53serve.engine import slots
 from glm53serve.engine.engine import Engine
 from glm53serve.engine.seam import Batch, Halted, Span, never
-from glm53serve.engine.slots import Slot
+from glm53serve.engine.slots import Checkpoint, CheckpointPool, Slot
 from glm53serve.serve.protocol import Parser
 from glm53serve.serve.turns import Desk, End
 from harness.ledger import Turn
@@ -198,27 +199,21 @@ def pool_rows_left_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def dead_checkpoint_used(patch: pytest.MonkeyPatch) -> None:
-    def cut(self: Slot, length: int) -> None:
-        del self.history[length:]
+    """Checkpoints are trusted when the prompt begins with their tokens, although other rows were written since."""
+    kept: list[tuple[list[int], Checkpoint]] = []
+    add, plan = CheckpointPool.add, slots.plan_reuse
 
-    original = Slot.forget
+    def remembering_add(self: CheckpointPool, slot: Slot, new: Checkpoint) -> None:
+        kept.append((slot.history[: new.length], new))
+        add(self, slot, new)
 
-    def forget(self: Slot) -> None:
-        kept = list(self.checkpoints)
-        original(self)
-        self.checkpoints.extend(kept)
+    def trusting_plan(slot: Slot, prompt: list[int]) -> Any:
+        reuse = plan(slot, prompt)
+        ids, best = next(((ids, c) for ids, c in kept if prompt[: len(ids)] == ids and len(ids) < len(prompt)), ([], None))
+        return slots.Reuse("pin", len(ids), slot.filled, reuse.common, best) if len(ids) > reuse.reused else reuse
 
-    patch.setattr(Slot, "cut", cut)
-    patch.setattr(Slot, "forget", forget)
-    import glm53serve.engine.slots as slots
-
-    def plan(slot: Slot, prompt: list[int]) -> Any:
-        reuse = slots_plan(slot, prompt)
-        best = max((c for c in slot.checkpoints if c.length < len(prompt)), key=lambda c: c.length, default=None)
-        return slots.Reuse("pin", best.length, slot.filled, reuse.common, best) if best is not None and best.length > reuse.reused else reuse
-
-    slots_plan = slots.plan_reuse
-    patch.setattr("glm53serve.engine.engine.plan_reuse", plan)
+    patch.setattr(CheckpointPool, "add", remembering_add)
+    patch.setattr("glm53serve.engine.engine.plan_reuse", trusting_plan)
 
 
 def hook_never_armed(patch: pytest.MonkeyPatch) -> None:
