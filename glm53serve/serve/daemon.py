@@ -17,7 +17,7 @@ from glm53serve.serve import lines
 from glm53serve.serve.admission import Admission
 from glm53serve.serve.frames import Cancel, Code, Frame, Image, Prompt, Refused, Stop
 from glm53serve.serve.inbox import Eof, Inbox
-from glm53serve.serve.outbox import Outbox
+from glm53serve.serve.outbox import REPLY_LIMIT, Outbox
 from glm53serve.serve.schedule import Schedule
 from glm53serve.serve.telemetry import Telemetry, peak_rss_gb
 from glm53serve.serve.turns import Desk, End, Turn
@@ -32,6 +32,7 @@ FLUSH_SECONDS = 0.5
 
 def serve(directory: Path, settings: Settings, *, slots: int, specials_stop: bool, expert_slots: int = 0, backend: str | None = None) -> int:
     """Load a model and serve it on stdin and stdout until the input ends. Returns the exit code."""
+    _fill_standard_descriptors()
     out = os.dup(1)
     # nothing but frames may reach the pipe, whatever a library prints
     os.dup2(2, 1)
@@ -77,6 +78,7 @@ class Daemon:
         self._log = log
         config = loaded.checkpoint.config
         self._usage = UsageFile(usage_path(loaded.directory, settings.usage), len(config.sparse_layers), config.n_routed_experts, self._note)
+        self._over = threading.Event()
         self._telemetry = Telemetry(loaded.engine, self._usage.load())
         self._desk = Desk(self._finish)
         self._outbox = Outbox(out, on_closed=self.stop, on_drain=lambda: self._inbox.wake(), fault=lambda: loaded.engine.faults.hit("write"))
@@ -87,7 +89,6 @@ class Daemon:
         )
         self._image_for = 0
         self._images: dict[int, bool] = {}
-        self._over = threading.Event()
         self._failed = False
         self._threads = [
             threading.Thread(target=self._guarded(self._admit), name="admission", daemon=True),
@@ -145,6 +146,9 @@ class Daemon:
 
     def _admit(self) -> None:
         while True:
+            # many tiny prompts may each be refused with a whole EMAP: what waits to be read stays bounded here
+            while not self._outbox.wait_room(FLUSH_SECONDS, REPLY_LIMIT) and not self._over.is_set():
+                pass
             frame = self._inbox.get()
             if self._save_due.is_set():
                 self._save_due.clear()
@@ -203,6 +207,15 @@ class Daemon:
 
     def _note(self, line: str) -> None:
         self._log(line)
+
+
+def _fill_standard_descriptors() -> None:
+    """Started with a closed stdin, stdout or stderr, the next file opened would take its number."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), fd)
 
 
 def _stderr_log(line: str) -> None:
