@@ -1,0 +1,106 @@
+// Shared by every kernel file: number formats, warp helpers, tensor-core fragments. Compile-time sizes come from the command line:
+// HC (residual streams), KDA_D (KDA head dim), CONV (taps), HEADS, LATENT (latent width, padded to 64), MAX_ROWS (largest decode bucket),
+// FORMATS (bit f: the model has matrices of format f), EXACT (products of many rows on bf16 pairs too).
+// GLM_EMULATE replaces the few machine-specific parts by plain C++ of the same meaning.
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define KERNEL extern "C" __global__ void
+#define NEG_INF (-3.402823466e38f)
+
+#ifndef GLM_EMULATE
+struct alignas(16) U4 { u32 x, y, z, w; };
+struct alignas(8) U2 { u32 x, y; };
+struct alignas(16) F4 { float x, y, z, w; };
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) char dynamic_shared_bytes[]; type* name = (type*)dynamic_shared_bytes
+#define BARRIER(id, threads) asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory")
+
+__device__ __forceinline__ U4 stream16(const U4* p) {  // read once: past L1, first out of L2
+    U4 v;
+    asm("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ u64 clock_ns() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {  // c[16x8] += a[16x16] b[16x8], bf16 in, float32 out
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void load_matrices(u32* r, const u16* row) {  // four 8x8 matrices; lane l gives row l % 8 of matrix l / 8
+    u32 at = (u32)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+}
+__device__ __forceinline__ void load_matrices_transposed(u32* r, const u16* row) {
+    u32 at = (u32)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+}
+__device__ __forceinline__ void copy16_async(void* shared, const void* global, bool there) {  // zeros when not there
+    u32 at = (u32)__cvta_generic_to_shared(shared);
+    int bytes = there ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+
+// Pair i (0..3) of a word of eight 4-bit levels as two bf16: nibble i is the even column 2i, nibble i + 4 the odd column 2i + 1.
+template <int I> __device__ __forceinline__ u32 int4_pair(u32 word) {
+    u32 p = ((word >> (4 * I)) & 0x000f000fu) | 0x43004300u, r;  // bf16 128 + level
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(p), "r"(0x43084308u));
+    return r;
+}
+__device__ __forceinline__ void int8_pairs(u32 word, u32& first, u32& second) {  // four signed bytes as 2 x two bf16
+    u32 biased = word ^ 0x80808080u;
+    float a = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7440)) - 8388736.0f, b = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7441)) - 8388736.0f;
+    float c = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7442)) - 8388736.0f, d = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7443)) - 8388736.0f;
+    first = pack_bf16(a, b);
+    second = pack_bf16(c, d);
+}
+__device__ __forceinline__ u32 fp8_pair(u32 bytes) {  // two e4m3 bytes in bits 0..7 and 16..23 as two bf16: shift the fields, then times 2^120
+    u32 fields = ((bytes & 0x00800080u) << 8) | ((bytes & 0x007f007fu) << 4), r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(fields), "r"(0x7b807b80u), "r"(0x80008000u));
+    return r;
+}
+__device__ __forceinline__ void fp8_pairs(u32 word, u32& first, u32& second) {
+    first = fp8_pair(__byte_perm(word, 0, 0x4140));
+    second = fp8_pair(__byte_perm(word, 0, 0x4342));
+}
+#endif
+
+__device__ __forceinline__ float bf16_value(u16 b) { return __uint_as_float((u32)b << 16); }
+__device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ u16 to_bf16(float x) { return (u16)(pack_bf16(x, 0.0f) & 0xffffu); }
+
+// A float32 as the sum of two bf16: 16 bits of mantissa survive. `low` may be null when nobody reads it.
+__device__ __forceinline__ void store_split(u16* high, u16* low, long at, float x) {
+    u16 h = to_bf16(x);
+    high[at] = h;
+    if (low) low[at] = to_bf16(x - bf16_value(h));
+}
+__device__ __forceinline__ float warp_sum(float v) {
+    for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+    return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+    for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
+    return v;
+}
+// Sum over a block of up to 1,024 threads (a multiple of 32), the same for all; `room` is 32 floats nobody else uses at the time.
+__device__ __forceinline__ float block_sum(float v, float* room) {
+    int warps = blockDim.x >> 5;
+    v = warp_sum(v);
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = v;
+    __syncthreads();
+    float total = 0.0f;
+    for (int w = 0; w < warps; ++w) total += room[w];
+    return total;
+}
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+__device__ __forceinline__ float clamped_swiglu(float gate, float up, float limit) { return silu(fminf(gate, limit)) * fminf(fmaxf(up, -limit), limit); }

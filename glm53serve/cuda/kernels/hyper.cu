@@ -1,0 +1,171 @@
+// The residual streams: embedding rows, hyper-connection sites (model spec 3), the final norm (model spec 7.1).
+
+#define OUTS ((2 + HC) * HC)
+#define SITE_COLUMNS 64
+#define SITE_TOKENS 8
+#define COEFFICIENTS (HC + HC * HC)  // post [HC], then mix [HC][HC]
+
+// X[t][j] = embedding row of the token. kind 0: float32 table, 1: bf16 table. grid (T), 256 threads.
+KERNEL embed(float* X, const int* ids, const void* table, int kind, int H) {
+    long from = (long)ids[blockIdx.x] * H, to = (long)blockIdx.x * HC * H;
+    for (int c = threadIdx.x; c < H; c += blockDim.x) {
+        float v = kind ? bf16_value(((const u16*)table)[from + c]) : ((const float*)table)[from + c];
+#pragma unroll
+        for (int j = 0; j < HC; ++j) X[to + (long)j * H + c] = v;
+    }
+}
+
+// What a feed-forward or attention half returned for one value: one array, or weighted experts plus the shared expert.
+struct Returned { const float* y; const float* pairs; const int* ids; const float* weights; int top_k; };
+
+__device__ __forceinline__ float returned(const Returned& from, int row, int column, int H) {
+    float v = 0.0f;
+    if (from.pairs)
+        for (int i = 0; i < from.top_k; ++i)
+            if (from.ids[row * from.top_k + i] >= 0) v += from.weights[row * from.top_k + i] * from.pairs[((long)row * from.top_k + i) * H + column];
+    if (from.y) v += from.y[(long)row * H + column];
+    return v;
+}
+
+// First half of a site: the streams take the last half's result (mixed != 0), then partial sums of the projection over 64 columns of every stream.
+// X [T][HC][H] in place; coefficients [T][COEFFICIENTS] of the last site; fn [OUTS][HC*H] or null (mix only);
+// partial [T][gridDim.x][OUTS + 1], the last is the sum of squares. grid (H / 64, T / 8), 256 threads.
+KERNEL __launch_bounds__(256) site_open(float* X, int T, int H, int mixed, const float* coefficients, const Returned from, const float* fn, float* partial) {
+    __shared__ __align__(16) float x[SITE_TOKENS][HC * SITE_COLUMNS + 4];
+    __shared__ __align__(16) float f[OUTS][HC * SITE_COLUMNS + 4];
+    const int c = threadIdx.x & 63, column = blockIdx.x * SITE_COLUMNS + c, first = blockIdx.y * SITE_TOKENS;
+    if (fn)
+        for (int at = threadIdx.x; at < OUTS * HC * SITE_COLUMNS; at += 256) {
+            int o = at / (HC * SITE_COLUMNS), rest = at % (HC * SITE_COLUMNS), j = rest / SITE_COLUMNS, cc = blockIdx.x * SITE_COLUMNS + rest % SITE_COLUMNS;
+            f[o][rest] = cc < H ? fn[((long)o * HC + j) * H + cc] : 0.0f;
+        }
+    for (int i = threadIdx.x >> 6; i < SITE_TOKENS; i += 4) {
+        const int row = first + i;
+        float v[HC];
+#pragma unroll
+        for (int j = 0; j < HC; ++j) v[j] = 0.0f;
+        if (row < T && column < H) {
+#pragma unroll
+            for (int j = 0; j < HC; ++j) v[j] = X[((long)row * HC + j) * H + column];
+            if (mixed) {
+                const float* q = coefficients + (long)row * COEFFICIENTS;
+                const float y = returned(from, row, column, H);
+                float mixed_value[HC];
+#pragma unroll
+                for (int k = 0; k < HC; ++k) {
+                    float sum = q[k] * y;
+#pragma unroll
+                    for (int j = 0; j < HC; ++j) sum += q[HC + j * HC + k] * v[j];
+                    mixed_value[k] = sum;
+                }
+#pragma unroll
+                for (int k = 0; k < HC; ++k) {
+                    v[k] = mixed_value[k];
+                    X[((long)row * HC + k) * H + column] = v[k];
+                }
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < HC; ++j) x[i][j * SITE_COLUMNS + c] = v[j];
+    }
+    if (!fn) return;
+    __syncthreads();
+    const int token = threadIdx.x >> 5, o = threadIdx.x & 31;
+    if (first + token >= T || o > OUTS) return;
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int i = 0; i < HC * SITE_COLUMNS; i += 4) {
+        const F4 a = *(const F4*)&x[token][i], b = o == OUTS ? a : *(const F4*)&f[o][i];
+        sum[0] += a.x * b.x; sum[1] += a.y * b.y; sum[2] += a.z * b.z; sum[3] += a.w * b.w;
+    }
+    partial[((long)(first + token) * gridDim.x + blockIdx.x) * (OUTS + 1) + o] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// Doubly stochastic mixing matrix by one warp, lane j * HC + k holding M[j][k].
+__device__ __forceinline__ float sinkhorn(float logit, int lane, int iterations, float eps) {
+    const int j = lane / HC;
+    float best = logit, total = 0.0f, m, v[HC];
+#pragma unroll
+    for (int k = 0; k < HC; ++k) v[k] = __shfl_sync(0xffffffffu, logit, (j * HC + k) & 31);
+#pragma unroll
+    for (int k = 0; k < HC; ++k) best = fmaxf(best, v[k]);
+#pragma unroll
+    for (int k = 0; k < HC; ++k) total += expf(v[k] - best);
+    m = expf(logit - best) / total + eps;
+    for (int i = 0; i < iterations; ++i) {
+        if (i) {
+            float row = 0.0f;
+#pragma unroll
+            for (int k = 0; k < HC; ++k) row += __shfl_sync(0xffffffffu, m, (j * HC + k) & 31);
+            m = m / (row + eps);
+        }
+        float col = 0.0f;
+#pragma unroll
+        for (int q = 0; q < HC; ++q) col += __shfl_sync(0xffffffffu, m, (q * HC + lane % HC) & 31);
+        m = m / (col + eps);
+    }
+    return m;
+}
+
+// Second half of a site: coefficients [T][COEFFICIENTS] and the sub-layer's normalised input, split, [T][ldx].
+// grid (T), 288 threads: the ninth warp balances the mixing matrix while the others collapse the streams. Dynamic shared memory: H floats.
+KERNEL __launch_bounds__(288) site_close(const float* X, int H, int chunks, const float* partial, const float* base, const float* scale, const float* norm, float norm_eps,
+                                         float hc_eps, int iterations, float* coefficients, u16* x_high, u16* x_low, int ldx) {
+    DYNAMIC_SHARED(float, x);
+    __shared__ float y[OUTS + 1];
+    __shared__ float room[32];
+    const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    for (int o = warp; o <= OUTS; o += 9) {
+        float sum = 0.0f;
+        for (int i = lane; i < chunks; i += 32) sum += partial[((long)row * chunks + i) * (OUTS + 1) + o];
+        sum = warp_sum(sum);
+        if (lane == 0) y[o] = sum;
+    }
+    __syncthreads();
+    const float inverse = 1.0f / sqrtf(y[OUTS] / (HC * H) + norm_eps);
+    float* to = coefficients + (long)row * COEFFICIENTS;
+    if (warp == 8) {
+        if (lane < HC) to[lane] = 2.0f * sigmoid(y[HC + lane] * inverse * scale[1] + base[HC + lane]);
+        const int at = lane < HC * HC ? lane : 0;
+        const float m = sinkhorn(y[2 * HC + at] * inverse * scale[2] + base[2 * HC + at], at, iterations, hc_eps);
+        if (lane < HC * HC) to[HC + lane] = m;
+        return;
+    }
+    float pre[HC];
+#pragma unroll
+    for (int j = 0; j < HC; ++j) pre[j] = sigmoid(y[j] * inverse * scale[0] + base[j]) + hc_eps;
+    float squares = 0.0f;
+    for (int c = threadIdx.x; c < H; c += 256) {
+        float v = 0.0f;
+#pragma unroll
+        for (int j = 0; j < HC; ++j) v += pre[j] * X[((long)row * HC + j) * H + c];
+        x[c] = v;
+        squares += v * v;
+    }
+    squares = warp_sum(squares);
+    if (lane == 0) room[warp] = squares;
+    BARRIER(1, 256);
+    squares = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 8; ++w) squares += room[w];
+    const float by = 1.0f / sqrtf(squares / H + norm_eps);
+    for (int c = threadIdx.x; c < H; c += 256) store_split(x_high, x_low, (long)row * ldx + c, norm[c] * (x[c] * by));
+}
+
+// h = rms(mean of the streams), split, [T][ldx]; row r of the output is row rows[r] of X (null: r). grid (T), 256 threads.
+KERNEL final_norm(const float* X, const int* rows, int H, const float* norm, float eps, u16* x_high, u16* x_low, int ldx) {
+    __shared__ float room[32];
+    const long from = (long)(rows ? rows[blockIdx.x] : blockIdx.x) * HC * H;
+    float squares = 0.0f;
+    for (int c = threadIdx.x; c < H; c += blockDim.x) {
+        float v = 0.0f;
+        for (int j = 0; j < HC; ++j) v += X[from + (long)j * H + c];
+        v /= HC;
+        squares += v * v;
+    }
+    const float by = 1.0f / sqrtf(block_sum(squares, room) / H + eps);
+    for (int c = threadIdx.x; c < H; c += blockDim.x) {
+        float v = 0.0f;
+        for (int j = 0; j < HC; ++j) v += X[from + (long)j * H + c];
+        store_split(x_high, x_low, (long)blockIdx.x * ldx + c, norm[c] * (v / HC * by));
+    }
+}

@@ -1,0 +1,139 @@
+// KDA, linear attention with a per-channel decay (model spec 4). P = heads * KDA_D. Rows come in spans: consecutive positions of one slot.
+// A slot's state is one block of floats: state + slot * slot_stride; a layer's S [heads][KDA_D][KDA_D] and window [CONV-1][3P] lie at offsets in it.
+
+#define PADDED_D ((KDA_D + 31) / 32 * 32)
+#define QUADS ((KDA_D + 15) / 16)      // float4s of a key vector held by each of 4 lanes
+#define KEYS (QUADS * 16)
+#define SCAN_TOKENS 8
+#define SCAN_COLUMNS 32
+
+// Convolution, gates and unit lengths of one row and head. raw [T][ld] = q | k | v rows before the convolution; taps [3P][CONV];
+// z, [T][P]; beta [T][ldb] before the sigmoid. Out: q, k, v, decay [T][P]; beta_out and q.k, [T][heads]. grid (heads, T), PADDED_D threads.
+KERNEL kda_prepare(const float* raw, int ld, const float* beta, int ldb, const float* z, const int* slot, const int* first, const float* state, long slot_stride,
+                   long window_at, const float* taps, const float* dt_bias, const float* a_log, int bounded, float bound, float* q_out, float* k_out, float* v_out,
+                   float* decay, float* beta_out, float* qk_out) {
+    __shared__ float room[32];
+    const int head = blockIdx.x, row = blockIdx.y, heads = gridDim.x, P = heads * KDA_D, i = threadIdx.x, channel = head * KDA_D + i;
+    const bool there = i < KDA_D;
+    float c[3] = {0.0f, 0.0f, 0.0f};
+    if (there) {
+        const float* window = state + slot[row] * slot_stride + window_at;
+        const int begin = first[row];
+#pragma unroll
+        for (int s = 0; s < 3; ++s) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < CONV; ++j) {
+                const int from = row - (CONV - 1 - j);
+                const float v = from >= begin ? raw[(long)from * ld + s * P + channel] : window[(long)(CONV - 1 + from - begin) * 3 * P + s * P + channel];
+                sum += v * taps[((long)s * P + channel) * CONV + j];
+            }
+            c[s] = silu(sum);
+        }
+    }
+    const float q_length = sqrtf(block_sum(c[0] * c[0], room) + 1e-6f), k_length = sqrtf(block_sum(c[1] * c[1], room) + 1e-6f);
+    const float q = c[0] / q_length / sqrtf((float)KDA_D), k = c[1] / k_length, qk = block_sum(q * k, room);
+    if (i == 0) {
+        beta_out[row * heads + head] = sigmoid(beta[(long)row * ldb + head]);
+        qk_out[row * heads + head] = qk;
+    }
+    if (!there) return;
+    const long at = (long)row * P + channel;
+    const float speed = expf(a_log[head]), zz = z[at] + dt_bias[channel];
+    const float g = bounded ? bound * sigmoid(speed * zz) : -speed * (zz > 20.0f ? zz : log1pf(expf(zz)));
+    q_out[at] = q; k_out[at] = k; v_out[at] = c[2];
+    decay[at] = expf(g);
+}
+
+// The recurrence (model spec 4.2) over the rows of a span, S in registers, and the window after it. o = S^T q is taken from the decayed S before
+// the update, plus u (q.k). spans [n][3] = slot, first row, rows. Rows of a dead span are neither computed nor written.
+// grid (KDA_D / 32, heads, spans), 128 threads: lane 4c + s holds column c of eight, key channels 16m + 4s .. +3.
+KERNEL __launch_bounds__(128) kda_scan(const float* q, const float* k, const float* v, const float* decay, const float* beta, const float* qk, const float* raw, int ld,
+                                       const int* spans, const int* live, float* state, long slot_stride, long s_at, long window_at, float* o) {
+    __shared__ __align__(16) float sk[2][SCAN_TOKENS][KEYS], sq[2][SCAN_TOKENS][KEYS], se[2][SCAN_TOKENS][KEYS], sv[2][SCAN_TOKENS][SCAN_COLUMNS], sb[2][SCAN_TOKENS][2];
+    const int head = blockIdx.y, heads = gridDim.y, P = heads * KDA_D, slot = spans[3 * blockIdx.z], first = spans[3 * blockIdx.z + 1], count = spans[3 * blockIdx.z + 2];
+    if (!live[first]) return;
+    const int lane = threadIdx.x & 31, part = lane & 3, column = blockIdx.x * SCAN_COLUMNS + (threadIdx.x >> 5) * 8 + (lane >> 2), c32 = (threadIdx.x >> 5) * 8 + (lane >> 2);
+    float* S = state + slot * slot_stride + s_at + (long)head * KDA_D * KDA_D;
+    float s[QUADS][4];
+#pragma unroll
+    for (int m = 0; m < QUADS; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            int i = 16 * m + 4 * part + e;
+            s[m][e] = i < KDA_D && column < KDA_D ? S[(long)i * KDA_D + column] : 0.0f;
+        }
+    auto stage = [&](int from) {
+        const int buffer = from / SCAN_TOKENS & 1;
+        for (int at = threadIdx.x; at < SCAN_TOKENS * KEYS; at += 128) {
+            const int token = at / KEYS, i = at % KEYS;
+            const bool there = from + token < count && i < KDA_D;
+            const long g = (long)(first + from + token) * P + head * KDA_D + i;
+            sk[buffer][token][i] = there ? k[g] : 0.0f;
+            sq[buffer][token][i] = there ? q[g] : 0.0f;
+            se[buffer][token][i] = there ? decay[g] : 0.0f;
+        }
+        for (int at = threadIdx.x; at < SCAN_TOKENS * SCAN_COLUMNS; at += 128) {
+            const int token = at / SCAN_COLUMNS, c = blockIdx.x * SCAN_COLUMNS + at % SCAN_COLUMNS;
+            sv[buffer][token][at % SCAN_COLUMNS] = from + token < count && c < KDA_D ? v[(long)(first + from + token) * P + head * KDA_D + c] : 0.0f;
+        }
+        if (threadIdx.x < SCAN_TOKENS && from + (int)threadIdx.x < count) {
+            sb[buffer][threadIdx.x][0] = beta[(first + from + threadIdx.x) * heads + head];
+            sb[buffer][threadIdx.x][1] = qk[(first + from + threadIdx.x) * heads + head];
+        }
+    };
+    stage(0);
+    for (int from = 0; from < count; from += SCAN_TOKENS) {
+        __syncthreads();
+        if (from + SCAN_TOKENS < count) stage(from + SCAN_TOKENS);
+        const int buffer = from / SCAN_TOKENS & 1, here = min(SCAN_TOKENS, count - from);
+        for (int token = 0; token < here; ++token) {
+            float dot_k[4] = {0.0f, 0.0f, 0.0f, 0.0f}, dot_q[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            F4 kk[QUADS];
+#pragma unroll
+            for (int m = 0; m < QUADS; ++m) {
+                const F4 ee = *(const F4*)&se[buffer][token][16 * m + 4 * part], qq = *(const F4*)&sq[buffer][token][16 * m + 4 * part];
+                kk[m] = *(const F4*)&sk[buffer][token][16 * m + 4 * part];
+                s[m][0] *= ee.x; s[m][1] *= ee.y; s[m][2] *= ee.z; s[m][3] *= ee.w;
+                dot_k[0] += s[m][0] * kk[m].x; dot_k[1] += s[m][1] * kk[m].y; dot_k[2] += s[m][2] * kk[m].z; dot_k[3] += s[m][3] * kk[m].w;
+                dot_q[0] += s[m][0] * qq.x; dot_q[1] += s[m][1] * qq.y; dot_q[2] += s[m][2] * qq.z; dot_q[3] += s[m][3] * qq.w;
+            }
+            float sum_k = (dot_k[0] + dot_k[1]) + (dot_k[2] + dot_k[3]), sum_q = (dot_q[0] + dot_q[1]) + (dot_q[2] + dot_q[3]);
+            sum_k += __shfl_xor_sync(0xffffffffu, sum_k, 1); sum_q += __shfl_xor_sync(0xffffffffu, sum_q, 1);
+            sum_k += __shfl_xor_sync(0xffffffffu, sum_k, 2); sum_q += __shfl_xor_sync(0xffffffffu, sum_q, 2);
+            const float u = sb[buffer][token][0] * (sv[buffer][token][c32] - sum_k);
+#pragma unroll
+            for (int m = 0; m < QUADS; ++m) {
+                s[m][0] += kk[m].x * u; s[m][1] += kk[m].y * u; s[m][2] += kk[m].z * u; s[m][3] += kk[m].w * u;
+            }
+            if (part == 0 && column < KDA_D) o[(long)(first + from + token) * P + head * KDA_D + column] = sum_q + u * sb[buffer][token][1];
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < QUADS; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            int i = 16 * m + 4 * part + e;
+            if (i < KDA_D && column < KDA_D) S[(long)i * KDA_D + column] = s[m][e];
+        }
+    if (blockIdx.x == 0) {  // the window: rows move up by `count`, oldest first, so a short span may do it in place
+        float* window = state + slot * slot_stride + window_at;
+        for (int at = threadIdx.x; at < 3 * KDA_D; at += 128) {
+            const long channel = (long)(at / KDA_D) * P + head * KDA_D + at % KDA_D;
+            for (int m = 0; m < CONV - 1; ++m) {
+                const int from = count - (CONV - 1) + m;
+                window[(long)m * 3 * P + channel] = from >= 0 ? raw[(long)(first + from) * ld + channel] : window[(long)(m + count) * 3 * P + channel];
+            }
+        }
+    }
+}
+
+// a = rms(o per head) * sigmoid(gate), split, [T][ldx] (model spec 4.3). grid (heads, T), PADDED_D threads.
+KERNEL kda_finish(const float* o, const float* gate, const float* norm, float eps, u16* x_high, u16* x_low, int ldx) {
+    __shared__ float room[32];
+    const int head = blockIdx.x, row = blockIdx.y, P = gridDim.x * KDA_D, i = threadIdx.x;
+    const long at = (long)row * P + head * KDA_D + i;
+    const float v = i < KDA_D ? o[at] : 0.0f;
+    const float by = 1.0f / sqrtf(block_sum(v * v, room) / KDA_D + eps);
+    if (i < KDA_D) store_split(x_high, x_low, (long)row * ldx + head * KDA_D + i, norm[i] * (v * by) * sigmoid(gate[at]));
+}

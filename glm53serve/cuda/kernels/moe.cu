@@ -1,0 +1,102 @@
+// Routing (model spec 6) and the lists the grouped products read. Nothing about routing ever reaches the host.
+
+// Experts of each row, ascending, and their weights. logits [T][ld]; ids, weights [T][top_k] (ids -1 for a dead row); counts [E] rows of each expert,
+// zeroed before; uses: counter of every slot's experts, uses[slot * use_stride + e], or null. grid (T), 32 threads. Dynamic shared memory: 2E + groups floats.
+KERNEL route(const float* logits, int ld, const float* bias, int E, int top_k, int groups, int kept_groups, int normalise, float scaling, const int* slot, const int* live,
+             int* ids, float* weights, int* counts, u32* uses, long use_stride) {
+    DYNAMIC_SHARED(float, score);
+    float *biased = score + E, *group_score = biased + E;
+    const int row = blockIdx.x, lane = threadIdx.x, size = E / groups;
+    if (!live[row]) {
+        for (int i = lane; i < top_k; i += 32) ids[row * top_k + i] = -1;
+        return;
+    }
+    for (int e = lane; e < E; e += 32) {
+        const float s = sigmoid(logits[(long)row * ld + e]);
+        score[e] = s;
+        biased[e] = s + bias[e];
+    }
+    __syncwarp();
+    if (groups > 1) {
+        for (int g = lane; g < groups; g += 32) {
+            float first = NEG_INF, second = NEG_INF;
+            for (int e = g * size; e < (g + 1) * size; ++e) {
+                const float b = biased[e];
+                if (b > first) { second = first; first = b; } else if (b > second) second = b;
+            }
+            group_score[g] = first + second;
+        }
+        __syncwarp();
+        for (int g = lane; g < groups; g += 32) {
+            int better = 0;
+            for (int o = 0; o < groups; ++o) better += group_score[o] > group_score[g] || (group_score[o] == group_score[g] && o < g);
+            if (better >= kept_groups)
+                for (int e = g * size; e < (g + 1) * size; ++e) biased[e] = NEG_INF;
+        }
+        __syncwarp();
+    }
+    float total = 0.0f;
+    int mine = 0x7fffffff;
+    for (int i = 0; i < top_k; ++i) {
+        float best = NEG_INF;
+        int at = 0x7fffffff;
+        for (int e = lane; e < E; e += 32)
+            if (biased[e] > best) { best = biased[e]; at = e; }
+        for (int o = 16; o; o >>= 1) {
+            const float other = __shfl_xor_sync(0xffffffffu, best, o);
+            const int other_at = __shfl_xor_sync(0xffffffffu, at, o);
+            if (other > best || (other == best && other_at < at)) { best = other; at = other_at; }
+        }
+        if (lane == i) mine = at;
+        if (lane == 0) biased[at] = NEG_INF;
+        __syncwarp();
+    }
+    int rank = 0;
+    for (int i = 0; i < top_k; ++i) rank += __shfl_sync(0xffffffffu, mine, i) < mine;
+    const float w = lane < top_k ? score[mine] : 0.0f;
+    for (int r = 0; r < top_k; ++r) {  // sum in ascending order of the expert
+        int from = 0;
+        for (int i = 0; i < top_k; ++i) if (__shfl_sync(0xffffffffu, rank, i) == r) from = i;
+        total += __shfl_sync(0xffffffffu, w, from);
+    }
+    if (lane < top_k) {
+        ids[row * top_k + rank] = mine;
+        weights[row * top_k + rank] = (normalise ? w / (total + 1e-20f) : w) * scaling;
+        atomicAdd(&counts[mine], 1);
+        if (uses) atomicAdd(&uses[slot[row] * use_stride + mine], 1u);
+    }
+}
+
+// list: pairs (row * top_k + i) sorted by expert, then by pair; groups: [0] how many, then from [4] on {expert, first place in the list, pairs (<= tile), 0}.
+// grid (E), 256 threads.
+KERNEL __launch_bounds__(256) moe_list(const int* ids, int pairs, const int* counts, int E, int tile, int* list, int* groups) {
+    __shared__ int before[2];
+    __shared__ int warp_count[8];
+    const int expert = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, count = counts[expert];
+    if (warp == 0) {
+        int places = 0, tiles = 0;
+        for (int e = lane; e < expert; e += 32) { places += counts[e]; tiles += (counts[e] + tile - 1) / tile; }
+        for (int o = 16; o; o >>= 1) { places += __shfl_xor_sync(0xffffffffu, places, o); tiles += __shfl_xor_sync(0xffffffffu, tiles, o); }
+        if (lane == 0) { before[0] = places; before[1] = tiles; }
+    }
+    __syncthreads();
+    const int first = before[0], first_tile = before[1], tiles = (count + tile - 1) / tile;
+    if (expert == E - 1 && threadIdx.x == 0) groups[0] = first_tile + tiles;
+    for (int i = threadIdx.x; i < tiles; i += 256) {
+        int* to = groups + 4 + 4 * (first_tile + i);
+        to[0] = expert; to[1] = first + i * tile; to[2] = min(tile, count - i * tile); to[3] = 0;
+    }
+    if (count == 0) return;
+    int written = 0;
+    for (int base = 0; base < pairs && written < count; base += 256) {
+        const bool mine = base + (int)threadIdx.x < pairs && ids[base + threadIdx.x] == expert;
+        const u32 mask = __ballot_sync(0xffffffffu, mine);
+        if (lane == 0) warp_count[warp] = __popc(mask);
+        __syncthreads();
+        int at = written + __popc(mask & ((1u << lane) - 1)), total = 0;
+        for (int w = 0; w < 8; ++w) { if (w < warp) at += warp_count[w]; total += warp_count[w]; }
+        if (mine) list[first + at] = base + threadIdx.x;
+        written += total;
+        __syncthreads();
+    }
+}

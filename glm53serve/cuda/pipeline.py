@@ -1,0 +1,267 @@
+"""A pass through the layers on the device: the launches of every section of the model spec, in order.
+
+The same launches serve a prompt chunk (many rows of one slot), decode steps through the seam and recorded decode steps; up to 16 rows
+use the skinny products, more rows the tiled ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from glm53serve.cuda.model import DeviceLayer, DeviceModel, DsaOnDevice, FfnOnDevice, KdaOnDevice, MoeOnDevice, Site, head_width
+from glm53serve.cuda.products import MAP_PAIR, MAP_SORTED, MAP_TOKEN, ExpertGroups, product, run_products, skinny_columns
+from glm53serve.cuda.runtime import MAX_ROWS, Buffer, Device, Job, Pointer, Returned
+from glm53serve.cuda.scratch import DECODE_SPLIT, Scratch
+from glm53serve.cuda.state import SlotStates
+from glm53serve.model.config import FULL
+
+Border = Callable[[int], None]
+"""Called between segments of a pass with the layer number; may raise to stop the pass."""
+
+
+def no_border(_layer: int) -> None:
+    """The border of passes that never stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowArrays:
+    """Device int arrays, one entry a row: slot, position, live, first row of its span, position after its span; spans [n][3] = slot, first row, rows."""
+
+    slot: Pointer
+    position: Pointer
+    live: Pointer
+    first: Pointer
+    span_end: Pointer
+    spans: Pointer
+
+
+class Pipeline:
+    """Launches passes of a `DeviceModel` over `Scratch` and `SlotStates`."""
+
+    def __init__(self, device: Device, model: DeviceModel, scratch: Scratch, states: SlotStates, uses: Buffer, exact: bool) -> None:
+        self.device, self.model, self.scratch, self.states, self.uses = device, model, scratch, states, uses
+        self.config = model.config
+        self.exact = exact
+        self.token_tile = 64 if exact else 128
+        self.sparse_held = [layer.index for layer in model.layers if isinstance(layer.ffn, MoeOnDevice)]
+        self.use_stride = max(1, len(self.sparse_held)) * self.config.n_routed_experts
+
+    # -- whole passes
+
+    def layers(self, rows: int, at: RowArrays, spans: int, border: Border = no_border) -> None:
+        """All layers over the streams of `rows` rows, the last half's result mixed in. Expert counts must be zero (`zero_counts`)."""
+        pending: Returned | None = None
+        for layer in self.model.layers:
+            border(layer.index)
+            self._site(rows, layer.attention_site, pending)
+            if isinstance(layer.attention, KdaOnDevice):
+                pending = self._kda(rows, layer.index, layer.attention, at, spans)
+            else:
+                pending = self._dsa(rows, layer.index, layer.attention, at, border)
+            border(layer.index)
+            self._site(rows, layer.ffn_site, pending)
+            pending = self._ffn(rows, layer, at)
+        self._open_site(rows, None, pending)
+
+    def zero_counts(self) -> None:
+        """Zero the counters of rows an expert gets."""
+        counts = self.scratch.plain["counts"]
+        self.device.zero(counts.at(), counts.nbytes)
+
+    def embed(self, rows: int, ids: Pointer) -> None:
+        """Streams of token ids (device int32 [rows])."""
+        assert self.model.embedding is not None
+        arguments = [self.scratch.plain["streams"], ids, self.model.embedding, self.model.embedding_kind, self.config.hidden_size]
+        self.device.launch("embed", (rows,), 256, arguments)
+
+    def logits(self, rows: int, logits: Buffer, which: Pointer | None = None) -> None:
+        """Logits float32 [rows][V] of the streams of rows 0.. (or of the rows listed at `which`)."""
+        assert self.model.head is not None and self.model.final_norm is not None
+        c, x = self.config, self.scratch.split["x"]
+        arguments = [self.scratch.plain["streams"], which, c.hidden_size, self.model.final_norm, c.rms_norm_eps, x.high, x.low, x.ld]
+        self.device.launch("final_norm", (rows,), 256, arguments)
+        self._products(rows, [product(self.model.head, x, logits, c.vocab_size)])
+
+    # -- pieces
+
+    def _products(self, rows: int, jobs: list[Job], experts: ExpertGroups | None = None) -> None:
+        run_products(self.device, rows, jobs, self.token_tile, experts)
+
+    def _site(self, rows: int, site: Site, pending: Returned | None) -> None:
+        c, s = self.config, self.scratch
+        self._open_site(rows, site.fn, pending)
+        x = s.split["x"]
+        arguments = [
+            s.plain["streams"], c.hidden_size, s.chunks, s.plain["partial"], site.base, site.scale, site.norm, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters,
+            s.plain["coefficients"], x.high, x.low, x.ld,
+        ]  # fmt: skip
+        self.device.launch("site_close", (rows,), 288, arguments, 4 * c.hidden_size)
+
+    def _open_site(self, rows: int, fn: Buffer | None, pending: Returned | None) -> None:
+        s = self.scratch
+        arguments = [
+            s.plain["streams"], rows, self.config.hidden_size, int(pending is not None), s.plain["coefficients"], pending or Returned(), fn, s.plain["partial"],
+        ]  # fmt: skip
+        self.device.launch("site_open", (s.chunks, -(-rows // 8)), 256, arguments)
+
+    def _kda(self, rows: int, index: int, w: KdaOnDevice, at: RowArrays, spans: int) -> Returned:
+        c, s, st = self.config, self.scratch, self.states
+        p, d, heads = c.kda_width, c.kda_head_dim, c.kda_heads
+        plain, x = s.plain, s.split["x"]
+        jobs = [product(m, x, plain["raw"].at(4 * i * p), 3 * p) for i, m in enumerate(w.projections)]
+        jobs += [
+            product(w.f_a, x, split=s.split["f_a"]),
+            product(w.g_a, x, split=s.split["g_a"]),
+            product(w.beta, x, plain["beta_raw"], heads),
+        ]
+        self._products(rows, jobs)
+        self._products(rows, [product(w.f_b, s.split["f_a"], plain["z"], p), product(w.g_b, s.split["g_a"], plain["gate"], p)])
+        threads = -(-d // 32) * 32
+        stride, window = ctypes.c_int64(st.stride), ctypes.c_int64(st.window_at[index])
+        bounded = c.gate_lower_bound is not None
+        self.device.launch(
+            "kda_prepare", (heads, rows), threads,
+            [plain["raw"], 3 * p, plain["beta_raw"], heads, plain["z"], at.slot, at.first, st.block, stride, window, w.taps, w.dt_bias, w.a_log, int(bounded),
+             float(c.gate_lower_bound or 0.0), plain["q"], plain["k"], plain["v"], plain["decay"], plain["beta"], plain["qk"]],
+        )  # fmt: skip
+        self.device.launch(
+            "kda_scan", (-(-d // 32), heads, spans), 128,
+            [plain["q"], plain["k"], plain["v"], plain["decay"], plain["beta"], plain["qk"], plain["raw"], 3 * p, at.spans, at.live, st.block, stride,
+             ctypes.c_int64(st.s_at[index]), window, plain["o"]],
+        )  # fmt: skip
+        a = s.split["a"]
+        self.device.launch("kda_finish", (heads, rows), threads, [plain["o"], plain["gate"], w.norm, c.rms_norm_eps, a.high, a.low, a.ld])
+        self._products(rows, [product(w.out, a, plain["y"], c.hidden_size)])
+        return Returned(y=plain["y"].address)
+
+    def _dsa(self, rows: int, index: int, w: DsaOnDevice, at: RowArrays, border: Border) -> Returned:
+        c, s, st = self.config, self.scratch, self.states
+        plain, x, qr = s.plain, s.split["x"], s.split["qr"]
+        di, own = c.index_head_dim, w.indexer
+        jobs = [product(w.q_a, x, plain["q_latent"], c.q_lora_rank), product(w.kv_a, x, plain["kv"], c.kv_lora_rank)]
+        if own:
+            jobs += [
+                product(own.key, x, plain["key"], di),
+                product(own.gate, x, plain["index_gate"], di),
+                product(own.weights, x, plain["index_weights"], c.index_n_heads),
+            ]
+        self._products(rows, jobs)
+        rows_table = st.rows_table(index)
+        self.device.launch(
+            "dsa_prepare", (rows,), 256,
+            [plain["q_latent"], c.q_lora_rank, w.q_norm, qr.high, qr.low, qr.ld, plain["kv"], c.kv_lora_rank, w.kv_norm, c.rms_norm_eps,
+             plain["key"] if own else None, di, own.norm if own else None, own.bias if own else None, at.slot, at.position, at.live, rows_table],
+        )  # fmt: skip
+        heads_q = s.split["heads_q"]
+        jobs = [product(w.q_b, qr, split=heads_q)]
+        if own:
+            jobs.append(product(own.query, qr, plain["index_query"], c.index_n_heads * di))
+            tail = ctypes.c_int64(st.tail_at[index])
+            self.device.launch(
+                "dsa_pool", (rows,), -(-min(di, 256) // 32) * 32,
+                [plain["key"], plain["index_gate"], di, c.index_kpool, own.ape, at.slot, at.position, at.first, at.live, st.block, ctypes.c_int64(st.stride), tail,
+                 st.pools_table(index)],
+            )  # fmt: skip
+        self._products(rows, jobs)
+        if c.indexer_kinds[index] == FULL:
+            self._select(rows, index, at, border)
+        for first in range(0, rows, s.group):
+            if first:
+                border(index)
+            self._attend(min(s.group, rows - first), first, rows, w, at, rows_table)
+        self._products(rows, [product(w.out, s.split["heads_o"], plain["y"], c.hidden_size)])
+        return Returned(y=plain["y"].address)
+
+    def _select(self, rows: int, index: int, at: RowArrays, border: Border) -> None:
+        c, s, st = self.config, self.scratch, self.states
+        plain, di = s.plain, c.index_head_dim
+        keep = c.index_topk // c.index_kpool
+        parts = 32 if rows <= MAX_ROWS else 1
+        lds = ctypes.c_int64(s.max_pools)
+        for first in range(0, rows, s.group):
+            if first:
+                border(index)
+            here = min(s.group, rows - first)
+            self.device.launch(
+                "dsa_scores", (parts, here), 256,
+                [plain["index_query"], plain["index_weights"], c.index_n_heads, c.index_n_heads, di, c.index_kpool, keep, first, plain["key"], plain["index_gate"],
+                 at.slot, at.position, at.span_end, at.live, st.block, ctypes.c_int64(st.stride), ctypes.c_int64(st.tail_at[index]), st.pools_table(index),
+                 plain["scores"], lds],
+                4 * (32 * (di + 4) + 64 * di),
+            )  # fmt: skip
+            arguments = [plain["scores"], lds, c.index_kpool, keep, first, at.position, at.live, plain["selected"], s.selection, plain["selected_count"]]
+            self.device.launch("dsa_select", (here,), 256, arguments)
+
+    def _attend(self, here: int, first: int, rows: int, w: DsaOnDevice, at: RowArrays, rows_table: Pointer) -> None:
+        c, s = self.config, self.scratch
+        plain, absorbed, attended, heads_q = s.plain, s.split["absorbed"], s.split["attended"], s.split["heads_q"]
+        few = rows <= MAX_ROWS
+        width, ld = head_width(c), absorbed.ld
+        self._products_for(here, rows, [product(w.absorb, heads_q, split=absorbed, ldy=c.num_heads * ld, x_stride=width, y_stride=ld, x_at=first)])
+        exact = few or self.exact
+        head_tiles = 4 if c.num_heads > 32 else 2 if c.num_heads > 16 else 1
+        splits, per_split = (s.splits, DECODE_SPLIT) if few else (1, s.selection)
+        latent, parts, heads = -(-c.kv_lora_rank // 64) * 64, 2 if exact else 1, head_tiles * 16
+        shared = 2 * parts * ((heads + 32) * (latent + 8) + heads * 40) + 4 * heads * 36
+        self.device.launch(
+            "attend_exact" if exact else "attend_fast", (splits, here, -(-c.num_heads // heads)), 256,
+            [absorbed.high, absorbed.low, ld, c.qk_head_dim**-0.5, at.slot, rows_table, c.kv_lora_rank, plain["selected"], s.selection, plain["selected_count"], first,
+             per_split, attended.high, attended.low, ld, plain["splits"] if few else None],
+            shared,
+        )  # fmt: skip
+        if few:
+            arguments = [plain["splits"], splits, per_split, plain["selected_count"], first, c.kv_lora_rank, attended.high, attended.low, ld]
+            self.device.launch("attend_join", (c.num_heads, here), 128, arguments)
+        job = product(
+            w.value, attended, split=s.split["heads_o"], x_stride=ld, y_stride=c.v_head_dim, split_at=first, ldx=c.num_heads * ld
+        )
+        self._products_for(here, rows, [job])
+
+    def _products_for(self, here: int, rows: int, jobs: list[Job]) -> None:
+        """Products of a row group; a last group of few rows goes the way of the pass it belongs to."""
+        if here <= MAX_ROWS < rows:
+            run_products(self.device, here, jobs, self.token_tile, tiled=True)
+        else:
+            self._products(here, jobs)
+
+    def _ffn(self, rows: int, layer: DeviceLayer, at: RowArrays) -> Returned:
+        c, s = self.config, self.scratch
+        plain, x = s.plain, s.split["x"]
+        if isinstance(layer.ffn, FfnOnDevice):
+            h = s.split["dense_h"]
+            self._products(rows, [product(layer.ffn.gate_up, x, split=h, swiglu=c.swiglu_limit)])
+            self._products(rows, [product(layer.ffn.down, h, plain["y"], c.hidden_size)])
+            return Returned(y=plain["y"].address)
+        return self._moe(rows, layer.index, layer.ffn, at)
+
+    def _moe(self, rows: int, index: int, w: MoeOnDevice, at: RowArrays) -> Returned:
+        c, s = self.config, self.scratch
+        plain, x, k, e = s.plain, s.split["x"], c.num_experts_per_tok, c.n_routed_experts
+        held = self.sparse_held.index(index)
+        jobs = [product(w.router, x, plain["router"], e)]
+        if w.shared:
+            jobs.append(product(w.shared.gate_up, x, split=s.split["shared_h"], swiglu=c.swiglu_limit))
+        self._products(rows, jobs)
+        counts = plain["counts"].at(4 * held * e)
+        self.device.launch(
+            "route", (rows,), 32,
+            [plain["router"], e, w.bias, e, k, c.n_group, c.topk_group, int(c.norm_topk_prob), c.routed_scaling_factor, at.slot, at.live, plain["ids"], plain["weights"],
+             counts, self.uses.at(4 * held * e), ctypes.c_int64(self.use_stride)],
+            4 * (2 * e + c.n_group),
+        )  # fmt: skip
+        few = rows <= MAX_ROWS
+        tile = skinny_columns(rows) if few else self.token_tile
+        most = min(rows * k, e) if few else min(rows * k, rows * k // tile + min(e, rows * k))
+        self.device.launch("moe_list", (e,), 256, [plain["ids"], rows * k, counts, e, tile, plain["list"], plain["groups"]])
+        experts = ExpertGroups(plain["list"], plain["groups"], k, most)
+        h = s.split["expert_h"]
+        self._products(rows, [product(w.gate_up, x, split=h, swiglu=c.swiglu_limit, table=w.table, which=0, x_map=MAP_TOKEN, y_map=MAP_SORTED)], experts)
+        jobs = [product(w.down, h, plain["pair_y"], c.hidden_size, table=w.table, which=1, x_map=MAP_SORTED, y_map=MAP_PAIR)]
+        if w.shared:
+            jobs.append(product(w.shared.down, s.split["shared_h"], plain["y"], c.hidden_size))
+        self._products(rows, jobs, experts)
+        return Returned(
+            y=plain["y"].address if w.shared else 0, pairs=plain["pair_y"].address, ids=plain["ids"].address, weights=plain["weights"].address, top_k=k
+        )

@@ -1,0 +1,101 @@
+"""Product launches: which matrices go together, how many blocks they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from glm53serve.cuda.model import DeviceMatrix
+from glm53serve.cuda.runtime import MAX_JOBS, MAX_ROWS, Buffer, Device, Job, Jobs, Pointer
+from glm53serve.cuda.scratch import SplitRows
+
+OUT_F32, OUT_SPLIT, OUT_SWIGLU = 0, 1, 2
+MAP_SAME, MAP_TOKEN, MAP_SORTED, MAP_PAIR = 0, 1, 2, 3
+GEMV_TILES = 2
+GEMM_TILES = 16
+GEMM_SHARED = 65536
+
+
+@dataclass(slots=True)
+class ExpertGroups:
+    """Device lists of a mixture's rows by expert: places (pairs sorted by expert) and groups, at most `most` of them."""
+
+    places: Buffer
+    groups: Buffer
+    top_k: int
+    most: int
+
+
+def product(
+    matrix: DeviceMatrix,
+    x: SplitRows,
+    y: Pointer | Buffer | None = None,
+    ldy: int = 0,
+    split: SplitRows | None = None,
+    swiglu: float | None = None,
+    x_stride: int = 0,
+    y_stride: int = 0,
+    table: Buffer | None = None,
+    which: int = 0,
+    x_map: int = MAP_SAME,
+    y_map: int = MAP_SAME,
+    x_at: int = 0,
+    split_at: int = 0,
+    ldx: int = 0,
+) -> Job:
+    """One matrix of a launch. Output: float32 at `y`, or bf16 pairs in `split` (with `swiglu` = its limit: of gate|up pairs).
+
+    Several heads: x and y move by their strides (values) from one to the next. `table`: an expert table; `x_at`, `split_at`: first row used.
+    """
+    job = Job()
+    job.data = matrix.data.address
+    job.scale = matrix.scale.address if matrix.scale else 0
+    job.table = table.address if table else 0
+    job.which = which
+    job.ldx = ldx or x.ld
+    job.x_high, job.x_low = x.high.at(2 * x_at * job.ldx), x.low.at(2 * x_at * job.ldx)
+    if split is not None:
+        job.ldy = ldy or split.ld
+        job.y_high, job.y_low = split.high.at(2 * split_at * job.ldy), split.low.at(2 * split_at * job.ldy)
+        job.out = OUT_SPLIT if swiglu is None else OUT_SWIGLU
+        job.limit = swiglu or 0.0
+    else:
+        assert y is not None
+        job.y, job.ldy, job.out = y.address if isinstance(y, Buffer) else int(y), ldy, OUT_F32
+    job.data_stride = matrix.tiles * matrix.granules * 128
+    job.scale_stride = matrix.scale.nbytes // 4 // matrix.heads if matrix.scale else 0
+    job.x_stride, job.y_stride = x_stride, y_stride
+    job.format, job.tiles, job.granules, job.rows = matrix.format, matrix.tiles, matrix.granules, matrix.rows
+    job.slices = next(s for s in (8, 4, 2, 1) if s <= matrix.granules)
+    job.x_map, job.y_map, job.groups = x_map, y_map, matrix.heads
+    return job
+
+
+def run_products(device: Device, rows: int, jobs: list[Job], token_tile: int, experts: ExpertGroups | None = None, tiled: bool = False) -> None:
+    """Enqueue one launch of several matrices over the same number of rows: skinny products up to 16 rows, tiled ones beyond (or when asked for)."""
+    if len(jobs) > MAX_JOBS:
+        raise ValueError(f"{len(jobs)} matrices in a launch, at most {MAX_JOBS}")
+    all_jobs = Jobs()
+    all_jobs.count, all_jobs.rows = len(jobs), rows
+    if experts:
+        all_jobs.list, all_jobs.groups, all_jobs.top_k = experts.places.address, experts.groups.address, experts.top_k
+    blocks = 0
+    skinny = rows <= MAX_ROWS and not tiled
+    for i, job in enumerate(jobs):
+        job.first_block = blocks
+        by_expert = bool(job.table) and experts is not None
+        if skinny:
+            groups = experts.most if by_expert and experts else job.groups
+            blocks += groups * -(-job.tiles // (8 // job.slices * GEMV_TILES))
+        else:
+            job.token_tiles = experts.most if by_expert and experts else -(-rows // token_tile)
+            blocks += job.token_tiles * -(-job.tiles // GEMM_TILES) * (1 if by_expert else job.groups)
+        all_jobs.job[i] = job
+    if skinny:
+        device.launch(f"gemv_{skinny_columns(rows)}", (blocks,), 256, [all_jobs])
+    else:
+        device.launch("gemm", (blocks,), 256, [all_jobs], GEMM_SHARED)
+
+
+def skinny_columns(rows: int) -> int:
+    """Rows the skinny kernel for this many rows has room for: 4, 8 or 16."""
+    return 4 if rows <= 4 else 8 if rows <= 8 else 16

@@ -1,0 +1,222 @@
+"""The device as the CUDA backend sees it: memory, kernels, recorded graphs. One product implementation (`cupy_runtime`), one emulated for tests."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+KERNEL_DIR = Path(__file__).parent / "kernels"
+SOURCES = ("matmul", "hyper", "kda", "dsa", "attention", "moe", "sample", "step")
+MAX_ROWS = 16
+BUCKETS = (1, 2, 4, 8, 16)
+FORMAT_CODES = {"f32": 0, "bf16": 1, "fp8": 2, "int8": 3, "int4": 4}
+
+
+class Pointer(int):
+    """An address on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Device memory. Whoever holds the device's allocation list keeps it alive."""
+
+    address: int
+    nbytes: int
+
+    def at(self, offset: int = 0) -> Pointer:
+        """The address `offset` bytes in."""
+        if not 0 <= offset <= self.nbytes:
+            raise IndexError(f"offset {offset} in a buffer of {self.nbytes} bytes")
+        return Pointer(self.address + offset)
+
+
+@dataclass(frozen=True, slots=True)
+class HostBuffer:
+    """Pinned host memory that kernels read and write at `address`; `bytes` is the host's view."""
+
+    address: int
+    bytes: NDArray[np.uint8]
+
+    def at(self, offset: int = 0) -> Pointer:
+        """The device's address `offset` bytes in."""
+        return Pointer(self.address + offset)
+
+
+class Graph(Protocol):
+    """Launches recorded once, replayed with one call."""
+
+    def launch(self) -> None:
+        """Enqueue all of them."""
+        ...
+
+
+class Loop(Protocol):
+    """A recorded body that the device repeats by itself while its condition kernel says so."""
+
+    def launch(self) -> None:
+        """Enqueue the loop."""
+        ...
+
+
+class Fence(Protocol):
+    """A point in the queue."""
+
+    def reached(self) -> bool:
+        """Everything enqueued before it is done."""
+        ...
+
+    def wait(self) -> None:
+        """Block until it is reached."""
+        ...
+
+
+Argument = Buffer | HostBuffer | Pointer | int | float | None | ctypes.Structure | ctypes.c_int64
+
+
+class Device(Protocol):
+    """A GPU with the project's kernels loaded. Everything enqueued runs in order. Errors of the device raise `DeviceLost`."""
+
+    name: str
+
+    def alloc(self, nbytes: int) -> Buffer:
+        """Zeroed device memory. Raises MemoryError."""
+        ...
+
+    def host(self, nbytes: int) -> HostBuffer:
+        """Zeroed pinned host memory that kernels can address."""
+        ...
+
+    def upload(self, to: Pointer, array: NDArray[Any]) -> None:
+        """Copy an array to the device, in order; the array may be reused on return."""
+        ...
+
+    def download(self, start: Pointer, array: NDArray[Any]) -> None:
+        """Copy device memory into an array, waiting for it."""
+        ...
+
+    def copy(self, to: Pointer, start: Pointer, nbytes: int) -> None:
+        """Copy device memory, in order."""
+        ...
+
+    def copy_host(self, to: Pointer, start: HostBuffer, nbytes: int) -> None:
+        """Copy pinned memory to the device in order; the pinned memory must stay as it is until then."""
+        ...
+
+    def zero(self, to: Pointer, nbytes: int) -> None:
+        """Zero device memory, in order."""
+        ...
+
+    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Argument], shared: int = 0) -> None:
+        """Enqueue a kernel. Arguments: buffers and Pointers by address, int as a C int, float as a C float, None as null, structures by value."""
+        ...
+
+    def record(self, body: Callable[[], None]) -> Graph:
+        """Record the launches of `body` (which enqueues nothing else)."""
+        ...
+
+    def record_loop(self, body: Callable[[int], None]) -> Loop:
+        """Record a loop body; it receives the handle that its condition kernel sets."""
+        ...
+
+    def fence(self) -> Fence:
+        """A fence behind everything enqueued so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything enqueued."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Device memory not in use."""
+        ...
+
+    def close(self) -> None:
+        """Release everything allocated here."""
+        ...
+
+
+def pack_arguments(arguments: Sequence[Argument]) -> tuple[Any, list[Any]]:
+    """A C array of the addresses of the arguments, and the objects that must live as long as it."""
+    values = [_as_c(a) for a in arguments]
+    return (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values]), values
+
+
+def _as_c(value: Argument) -> Any:
+    if isinstance(value, Buffer | HostBuffer):
+        return ctypes.c_void_p(value.address)
+    if value is None or isinstance(value, Pointer):
+        return ctypes.c_void_p(value)
+    if isinstance(value, int):
+        return ctypes.c_int(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return value
+
+
+class Job(ctypes.Structure):
+    """One matrix (or one a head, or one an expert) of a product launch; mirrors `struct Job` of matmul.cu."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("x_high", ctypes.c_void_p),
+        ("x_low", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("y_high", ctypes.c_void_p),
+        ("y_low", ctypes.c_void_p),
+        ("data_stride", ctypes.c_int64),
+        ("scale_stride", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("y_stride", ctypes.c_int64),
+        ("ldx", ctypes.c_int),
+        ("ldy", ctypes.c_int),
+        ("format", ctypes.c_int),
+        ("tiles", ctypes.c_int),
+        ("granules", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("slices", ctypes.c_int),
+        ("out", ctypes.c_int),
+        ("x_map", ctypes.c_int),
+        ("y_map", ctypes.c_int),
+        ("groups", ctypes.c_int),
+        ("which", ctypes.c_int),
+        ("first_block", ctypes.c_int),
+        ("token_tiles", ctypes.c_int),
+        ("limit", ctypes.c_float),
+        ("pad", ctypes.c_int),
+    )
+
+
+MAX_JOBS = 6
+
+
+class Jobs(ctypes.Structure):
+    """The matrices of one launch; mirrors `struct Jobs` of matmul.cu."""
+
+    _fields_ = (
+        ("count", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("list", ctypes.c_void_p),
+        ("groups", ctypes.c_void_p),
+        ("top_k", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("job", Job * MAX_JOBS),
+    )
+
+
+class Returned(ctypes.Structure):
+    """What a half layer returned; mirrors `struct Returned` of hyper.cu."""
+
+    _fields_ = (("y", ctypes.c_void_p), ("pairs", ctypes.c_void_p), ("ids", ctypes.c_void_p), ("weights", ctypes.c_void_p), ("top_k", ctypes.c_int))
+
+
+def kernel_source(name: str) -> str:
+    """The text of a kernel file with the shared part in front."""
+    return (KERNEL_DIR / "common.cuh").read_text() + (KERNEL_DIR / f"{name}.cu").read_text()

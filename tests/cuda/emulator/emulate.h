@@ -1,0 +1,224 @@
+// Runs CUDA kernels of this project on a CPU: a fiber for each thread of a block, blocks one after the other.
+// Included before common.cuh with GLM_EMULATE defined. Only what the kernels use is here.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+struct Index3 { unsigned x, y, z; };
+struct Warp { int alive, arrived; unsigned turn; uint64_t word[2][32]; float a[2][16][16], b[2][8][16]; const void* address[2][32]; };
+struct Fiber { void* stack_pointer; char* stack; Index3 thread; int lane; Warp* warp; bool done; };
+struct Gate { int arrived; unsigned turn; };
+
+static Fiber fibers[1024];
+static Warp warps[32];
+static Gate gates[16];
+static int fiber_count, fibers_alive;
+static Fiber* self;
+static void* scheduler_stack;
+static Index3 blockIdx, blockDim, gridDim;
+static char dynamic_shared_memory[1 << 18] __attribute__((aligned(128)));
+static void (*current_kernel)(void**);
+static void** current_parameters;
+static unsigned conditionals[16];
+#define threadIdx (self->thread)
+#define DYNAMIC_SHARED(type, name) type* name = (type*)dynamic_shared_memory
+
+extern "C" void switch_stack(void** save, void* load);
+asm(R"(
+.text
+.globl switch_stack
+switch_stack:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+
+static void next_fiber() {  // to the next fiber that is not done, in order; the caller goes on when its turn comes again
+    Fiber* from = self;
+    int i = (int)(from - fibers);
+    do { i = i + 1 == fiber_count ? 0 : i + 1; } while (fibers[i].done);
+    if (&fibers[i] == from) { fprintf(stderr, "emulator: a barrier that not every thread reaches\n"); abort(); }
+    self = &fibers[i];
+    switch_stack(&from->stack_pointer, self->stack_pointer);
+}
+static void gate_wait(Gate& gate, int expected) {
+    const unsigned turn = gate.turn;
+    if (++gate.arrived == expected) { gate.arrived = 0; ++gate.turn; return; }
+    while (gate.turn == turn) next_fiber();
+}
+static void warp_wait() {
+    Warp& w = *self->warp;
+    const unsigned turn = w.turn;
+    if (++w.arrived == w.alive) { w.arrived = 0; ++w.turn; return; }
+    while (w.turn == turn) next_fiber();
+}
+static void fiber_main() {
+    current_kernel(current_parameters);
+    Fiber* me = self;
+    me->done = true;
+    --fibers_alive;
+    if (--me->warp->alive > 0 && me->warp->arrived == me->warp->alive) { me->warp->arrived = 0; ++me->warp->turn; }
+    if (fibers_alive == 0) switch_stack(&me->stack_pointer, scheduler_stack);
+    if (gates[0].arrived == fibers_alive) { gates[0].arrived = 0; ++gates[0].turn; }
+    next_fiber();
+}
+extern "C" void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy, unsigned gz, unsigned threads, void** parameters) {
+    const size_t size = 128 << 10;
+    gridDim = {gx, gy, gz};
+    blockDim = {threads, 1, 1};
+    current_kernel = kernel;
+    current_parameters = parameters;
+    fiber_count = (int)threads;
+    for (unsigned z = 0; z < gz; ++z)
+        for (unsigned y = 0; y < gy; ++y)
+            for (unsigned x = 0; x < gx; ++x) {
+                blockIdx = {x, y, z};
+                memset(gates, 0, sizeof gates);
+                fibers_alive = (int)threads;
+                for (unsigned i = 0; i < threads; ++i) {
+                    Fiber& f = fibers[i];
+                    if (!f.stack) f.stack = (char*)malloc(size);
+                    f.thread = {i, 0, 0};
+                    f.lane = i & 31;
+                    f.warp = &warps[i >> 5];
+                    f.done = false;
+                    if (f.lane == 0) { f.warp->alive = 0; f.warp->arrived = 0; f.warp->turn = 0; }
+                    ++f.warp->alive;
+                    uintptr_t top = ((uintptr_t)f.stack + size) & ~(uintptr_t)15;
+                    void** sp = (void**)(top - 8);
+                    *--sp = (void*)fiber_main;
+                    for (int r = 0; r < 6; ++r) *--sp = nullptr;
+                    f.stack_pointer = sp;
+                }
+                self = &fibers[0];
+                switch_stack(&scheduler_stack, self->stack_pointer);
+            }
+}
+extern "C" unsigned emulate_condition(unsigned handle) { return conditionals[handle]; }
+
+static inline void __syncthreads() { gate_wait(gates[0], fibers_alive); }
+#define BARRIER(id, threads) gate_wait(gates[id], threads)
+static inline void __syncwarp(unsigned = 0) { warp_wait(); }
+static inline void __threadfence_system() {}
+template <class T> static T exchange(T value, int from) {
+    Warp& w = *self->warp;
+    const int side = w.turn & 1;
+    memcpy(&w.word[side][self->lane], &value, sizeof value);
+    warp_wait();
+    memcpy(&value, &w.word[side][from & 31], sizeof value);
+    return value;
+}
+template <class T> static T __shfl_xor_sync(unsigned, T value, int mask) { return exchange(value, self->lane ^ mask); }
+template <class T> static T __shfl_sync(unsigned, T value, int from) { return exchange(value, from); }
+static inline unsigned __ballot_sync(unsigned, bool value) {
+    Warp& w = *self->warp;
+    const int side = w.turn & 1;
+    w.word[side][self->lane] = value;
+    warp_wait();
+    unsigned mask = 0;
+    for (int i = 0; i < 32; ++i) mask |= (unsigned)(w.word[side][i] & 1) << i;
+    return mask;
+}
+template <class T> static T atomicAdd(T* at, T value) { T old = *at; *at = old + value; return old; }
+static inline int __popc(unsigned v) { return __builtin_popcount(v); }
+static inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
+static inline float __uint_as_float(unsigned u) { float v; memcpy(&v, &u, 4); return v; }
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned long long)(((unsigned __int128)a * b) >> 64); }
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline int max(int a, int b) { return a > b ? a : b; }
+static inline void cudaGraphSetConditional(unsigned long long handle, unsigned value) { conditionals[handle] = value; }
+
+// -- what common.cuh does with machine instructions
+struct alignas(16) U4 { unsigned x, y, z, w; };
+struct alignas(8) U2 { unsigned x, y; };
+struct alignas(16) F4 { float x, y, z, w; };
+static inline U4 stream16(const U4* p) { return *p; }
+static inline unsigned long long clock_ns() { static unsigned long long t = 0; return t += 32; }
+static inline unsigned round_bf16(float v) {
+    unsigned u = __float_as_uint(v);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+    return (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+static inline unsigned pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+static inline void mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
+    Warp& w = *self->warp;
+    const int side = w.turn & 1, g = self->lane >> 2, t = self->lane & 3;
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 2; ++j) w.a[side][g + (i & 1) * 8][2 * t + (i >> 1) * 8 + j] = __uint_as_float(j ? a[i] & 0xffff0000u : a[i] << 16);
+    for (int j = 0; j < 2; ++j) {
+        w.b[side][g][2 * t + j] = __uint_as_float(j ? b0 & 0xffff0000u : b0 << 16);
+        w.b[side][g][2 * t + 8 + j] = __uint_as_float(j ? b1 & 0xffff0000u : b1 << 16);
+    }
+    warp_wait();
+    for (int i = 0; i < 4; ++i) {
+        const float *p = w.a[side][g + (i >> 1) * 8], *q = w.b[side][2 * t + (i & 1)];
+        float sum = 0.0f;
+        for (int k = 0; k < 16; ++k) sum += p[k] * q[k];
+        c[i] += sum;
+    }
+}
+static inline void gather_matrices(unsigned* r, const unsigned short* row, bool transposed) {
+    Warp& w = *self->warp;
+    const int side = w.turn & 1, g = self->lane >> 2, t = self->lane & 3;
+    if ((uintptr_t)row & 15) { fprintf(stderr, "emulator: unaligned matrix row\n"); abort(); }
+    w.address[side][self->lane] = row;
+    warp_wait();
+    for (int m = 0; m < 4; ++m) {
+        auto at = [&](int i, int j) { return (unsigned)((const unsigned short*)w.address[side][8 * m + i])[j]; };
+        r[m] = transposed ? at(2 * t, g) | at(2 * t + 1, g) << 16 : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
+    }
+}
+static inline void load_matrices(unsigned* r, const unsigned short* row) { gather_matrices(r, row, false); }
+static inline void load_matrices_transposed(unsigned* r, const unsigned short* row) { gather_matrices(r, row, true); }
+static inline void copy16_async(void* to, const void* from, bool there) {
+    if (there) memcpy(to, from, 16);
+    else memset(to, 0, 16);
+}
+static inline void copies_commit() {}
+template <int LEFT> static inline void copies_wait() {}
+template <int I> static inline unsigned int4_pair(unsigned word) {
+    return pack_bf16((float)((int)(word >> (4 * I) & 15) - 8), (float)((int)(word >> (4 * I + 16) & 15) - 8));
+}
+static inline void int8_pairs(unsigned word, unsigned& first, unsigned& second) {
+    first = pack_bf16((float)(int8_t)word, (float)(int8_t)(word >> 8));
+    second = pack_bf16((float)(int8_t)(word >> 16), (float)(int8_t)(word >> 24));
+}
+static inline float e4m3(unsigned byte) {
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    const float v = exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+    return byte & 0x80 ? -v : v;
+}
+static inline void fp8_pairs(unsigned word, unsigned& first, unsigned& second) {
+    first = pack_bf16(e4m3(word & 255), e4m3(word >> 8 & 255));
+    second = pack_bf16(e4m3(word >> 16 & 255), e4m3(word >> 24));
+}
+
+// -- calling a kernel with CUDA's array of parameter addresses
+template <size_t... I> struct Numbers {};
+template <size_t N, size_t... I> struct Count : Count<N - 1, N - 1, I...> {};
+template <size_t... I> struct Count<0, I...> { typedef Numbers<I...> type; };
+template <class... A, size_t... I> static void call_numbered(void (*f)(A...), void** p, Numbers<I...>) { f(*(A*)p[I]...); }
+template <class... A> static void call_kernel(void (*f)(A...), void** p) { call_numbered(f, p, typename Count<sizeof...(A)>::type()); }
