@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm53serve.engine.faults import Faults
-from glm53serve.engine.seam import Batch, Halt, Halted, Head, Layers, Meter, Span, never
+from glm53serve.engine.seam import Batch, DeviceLost, Halt, Halted, Head, Layers, Meter, Span, never
 from glm53serve.engine.slots import Checkpoint, CheckpointPool, Origin, Reuse, Slot, plan_reuse
 from glm53serve.model.config import ModelConfig
 
@@ -54,11 +54,12 @@ class ChunkResult:
 class Engine:
     """A model over an ordered list of backends that together cover all layers.
 
-    `slots` conversations of `capacity` positions each. `note` receives the few lines a person debugging wants to see.
+    `slot_count` conversations of `capacity` positions each. `note` receives the few lines a person debugging wants to see. `replace` makes
+    backends for all layers that need no device, for when one is lost.
     """
 
     config: ModelConfig
-    backends: Sequence[Layers]
+    backends: list[Layers]
     head: Head
     slot_count: int
     capacity: int
@@ -67,16 +68,20 @@ class Engine:
     checkpoint_bytes: int = 0
     faults: Faults = field(default_factory=Faults)
     note: Note = lambda _line: None
+    replace: Callable[[], list[Layers]] | None = None
     slots: list[Slot] = field(init=False)
     pool: CheckpointPool = field(init=False)
     _snapshot_failed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
+        self.slots = [Slot(i) for i in range(self.slot_count)]
+        self.pool = CheckpointPool(self.slots, self.pins, self.checkpoint_bytes)
+        self._open()
+
+    def _open(self) -> None:
         held = [layer for backend in self.backends for layer in backend.layers]
         if held != list(range(self.config.num_layers)):
             raise ValueError(f"the backends hold layers {held}, the model has 0..{self.config.num_layers - 1}")
-        self.slots = [Slot(i) for i in range(self.slot_count)]
-        self.pool = CheckpointPool(self.slots, self.pins, self.checkpoint_bytes)
         for backend in self.backends:
             for slot in self.slots:
                 backend.open_slot(slot.index, self.capacity)
@@ -237,6 +242,22 @@ class Engine:
         """Percent of expert uses since start that were found in memory; 0 before any use."""
         uses = sum(backend.meter.uses for backend in self.backends)
         return 100.0 * sum(backend.meter.found for backend in self.backends) / uses if uses else 0.0
+
+    def interrupt(self) -> None:
+        """A halt that was asked for should take effect now: wake backends that wait for a device. Safe from any thread."""
+        for backend in self.backends:
+            wake = getattr(backend, "interrupt", None)
+            if wake is not None:
+                wake()
+
+    def fail_over(self) -> None:
+        """A device is lost: go on without it, with every slot empty. Raises DeviceLost when there is nothing to go on with."""
+        if self.replace is None:
+            raise DeviceLost("no other backend can take the layers")
+        self.backends = self.replace()
+        for slot in self.slots:
+            slot.forget()
+        self._open()
 
     def check_integrity(self) -> None:
         """Assert the invariants of every slot; call when idle."""

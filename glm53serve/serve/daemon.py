@@ -80,12 +80,12 @@ class Daemon:
         self._usage = UsageFile(usage_path(loaded.directory, settings.usage), len(config.sparse_layers), config.n_routed_experts, self._note)
         self._over = threading.Event()
         self._telemetry = Telemetry(loaded.engine, self._usage.load())
-        self._desk = Desk(self._finish)
+        self._desk = Desk(self._finish, loaded.engine.interrupt)
         self._outbox = Outbox(out, on_closed=self.stop, on_drain=lambda: self._inbox.wake(), fault=lambda: loaded.engine.faults.hit("write"))
         self._inbox = Inbox(source, self._on_frame, backlog=lambda: self._outbox.unsent_bytes)
         self._admission = Admission(loaded.engine, loaded.tokenizer, self._desk, self._outbox, self._emap, log, settings.accept)
         self._schedule = Schedule(
-            loaded.engine, loaded.tokenizer, self._desk, self._outbox, loaded.stop_ids, settings.rewind, log, settings.verbose
+            loaded.engine, loaded.tokenizer, self._desk, self._outbox, loaded.stop_ids, settings.rewind, log, _stderr_log, settings.verbose
         )
         self._image_for = 0
         self._images: dict[int, bool] = {}

@@ -26,7 +26,10 @@ ASCII_BLANKS = frozenset(b" \t\n\r\v\f")
 
 
 class Schedule:
-    """Runs turns of a `Desk` on an `Engine`, writing frames to an `Outbox`. `log` takes verbose lines, `verbose` allows tracebacks."""
+    """Runs turns of a `Desk` on an `Engine`, writing frames to an `Outbox`.
+
+    `log` takes verbose lines, `say` the one line about a change that lasts, `verbose` allows tracebacks.
+    """
 
     def __init__(
         self,
@@ -37,6 +40,7 @@ class Schedule:
         stop_ids: frozenset[int],
         rewind: bool,
         log: Callable[[str], None],
+        say: Callable[[str], None],
         verbose: bool,
     ) -> None:
         self._engine = engine
@@ -46,6 +50,7 @@ class Schedule:
         self._stop_ids = stop_ids
         self._rewind = rewind
         self._log = log
+        self._say = say
         self._verbose = verbose
         self._rows_a_second = 0.0
         self._started: Turn | None = None
@@ -92,6 +97,9 @@ class Schedule:
         except Halted as halt:
             self._log(lines.halt(halt.layer, self._engine.config.num_layers, turn.slot.filled, halt.on_device))
             self._end(turn, End.CANCELLED)
+            return
+        except DeviceLost as lost:
+            self._lose_device(lost)
             return
         except Exception as error:  # noqa: BLE001 - whatever fails in a pass costs that turn, never the daemon
             failed = self._explain(error)
@@ -157,6 +165,9 @@ class Schedule:
             for turn, token in rows:
                 self._remember_before_blanks(turn, token)
             logits, cost = self._engine.forward_step([(turn.slot, token) for turn, token in rows])
+        except DeviceLost as lost:
+            self._lose_device(lost)
+            return
         except Exception as error:  # noqa: BLE001 - whatever fails in a step costs its turns, never the daemon
             detail = self._explain(error)
             for turn, _ in rows:
@@ -205,13 +216,22 @@ class Schedule:
             turn.busy = False
             self._desk.end(turn, end, detail)
 
+    def _lose_device(self, lost: DeviceLost) -> None:
+        """Every running turn lost its state with the device; the daemon goes on without it."""
+        with self._desk.lock:
+            turns = self._desk.running()
+            for turn in turns:
+                turn.busy = True
+        self._say(f"device lost ({lost}): going on on the CPU")
+        self._engine.fail_over()
+        for turn in turns:
+            self._end(turn, End.FAILED, "DEVICE_LOST")
+
     def _explain(self, error: Exception) -> str:
         if self._verbose:
             self._log(traceback.format_exc().rstrip("\n"))
         if isinstance(error, MemoryError):
             return "NO_MEMORY"
-        if isinstance(error, DeviceLost):
-            return "DEVICE_LOST"
         tensor = getattr(error, "tensor", "")
         if tensor:
             return f"IO {tensor}"

@@ -78,12 +78,16 @@ Finish = Callable[[Turn, End, str], None]
 
 
 class Desk:
-    """Registry of turns. `finish(turn, end, detail)` writes what a turn's end owes the peer; it is called under the lock, once a turn."""
+    """Registry of turns. `finish(turn, end, detail)` writes what a turn's end owes the peer; it is called under the lock, once a turn.
 
-    def __init__(self, finish: Finish) -> None:
+    `interrupt` is called, in the reader's thread, when the chunk that runs belongs to a turn that was just cancelled.
+    """
+
+    def __init__(self, finish: Finish, interrupt: Callable[[], None] = lambda: None) -> None:
         self.lock = threading.RLock()
         self.wake = threading.Condition(self.lock)
         self._finish = finish
+        self._interrupt = interrupt
         self._turns: dict[int, Turn] = {}
         self._slots: dict[int, Turn] = {}
         self._arriving: set[int] = set()
@@ -117,6 +121,8 @@ class Desk:
             turn.cancelled = True
             if not turn.busy:
                 self.end(turn, End.CANCELLED)
+            elif turn.phase is Phase.PREFILL:
+                self._interrupt()
             return True
 
     def stop(self, id_: int) -> None:
@@ -185,6 +191,10 @@ class Desk:
         self._prefilling = None
         turn.phase = Phase.DECODE
         self._decoding.append(turn)
+
+    def running(self) -> list[Turn]:
+        """Turns whose slots hold something of theirs. Under the lock."""
+        return [turn for turn in self._turns.values() if turn.phase in (Phase.PREFILL, Phase.DECODE)]
 
     def idle(self) -> bool:
         """True when no turn is in flight or waiting. Under the lock."""
