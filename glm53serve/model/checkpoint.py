@@ -1,13 +1,15 @@
-"""The weights of a model directory: checked against the config by their headers, then handed out as views of memory maps (model spec 2, 8, 9).
+"""The weights of a model directory: checked against the config by their headers, then handed out (model spec 2, 8, 9).
 
-Opening reads headers only. A matrix handed out is a read-only, possibly unaligned view of its file; its pages are read when touched, so the
-files must not change or shrink while the checkpoint is in use.
+Opening reads headers only. A matrix handed out is memory of its own, read when it is asked for; or, from a checkpoint opened with `mapped`,
+a read-only, possibly unaligned view of its file whose pages are read when touched: those files must not change or shrink while it is in
+use, or the process dies of a bus error.
 """
 
 from __future__ import annotations
 
 import errno
 import mmap
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +41,15 @@ from glm53serve.model.weights import (
 __all__ = ["Checkpoint", "CheckpointError", "ModelError", "Piece", "open_checkpoint"]
 
 Role = Literal["gate", "up", "down"]
+READ_BYTES = 1 << 30
+"""Most bytes of one read; the system's own limit is a little under 2 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One contiguous part of a routed expert on disk: `nbytes` bytes at `offset` of `path` are an array of `dtype` and `shape`.
 
-    `role` is gate, up or down for data and gate.scale, up.scale or down.scale; `format` is the matrix's.
+    `role` is gate, up or down for data and gate.scale, up.scale or down.scale; `format` is the matrix's; `tensor` its name in the file.
     """
 
     path: Path
@@ -55,13 +59,21 @@ class Piece:
     shape: tuple[int, ...]
     role: str
     format: str
+    tensor: str
 
 
 class Checkpoint:
     """An opened, completely checked model directory; satisfies `ExpertSource`. Made by `open_checkpoint`."""
 
     def __init__(
-        self, directory: Path, config: ModelConfig, files: list[Path], tensors: dict[str, TensorInfo], vision: list[TensorInfo], mtp: list[TensorInfo]
+        self,
+        directory: Path,
+        config: ModelConfig,
+        files: list[Path],
+        tensors: dict[str, TensorInfo],
+        vision: list[TensorInfo],
+        mtp: list[TensorInfo],
+        mapped: bool,
     ) -> None:
         self.directory = directory
         self.config = config
@@ -71,6 +83,7 @@ class Checkpoint:
         self.vision_bytes = sum(t.nbytes for t in vision)
         self.mtp_bytes = sum(t.nbytes for t in mtp)
         self.has_head = "lm_head.weight" in tensors
+        self.mapped = mapped
         self._tensors = tensors
         self._maps: dict[int, NDArray[np.uint8]] = {}
         self._into = Need((config.moe_intermediate_size, config.hidden_size), True)
@@ -120,7 +133,7 @@ class Checkpoint:
         return self.matrix(self._end("lm_head.weight")) if self.has_head else self.embedding()
 
     def expert(self, layer: int, expert: int) -> FfnWeights:
-        """Weights of one routed expert, as stored, as views of the memory maps."""
+        """Weights of one routed expert, as stored."""
         gate, up, down = self.stored_expert(layer, expert)
         return FfnWeights(self.matrix(gate), self.matrix(up), self.matrix(down))
 
@@ -152,7 +165,7 @@ class Checkpoint:
             for extent, suffix in ((stored.data, ""), (stored.scale, ".scale")):
                 if extent is not None:
                     path = self.files[extent.shard]
-                    pieces.append(Piece(path, extent.offset, extent.nbytes, extent.dtype, extent.shape, role + suffix, stored.format))
+                    pieces.append(Piece(path, extent.offset, extent.nbytes, extent.dtype, extent.shape, role + suffix, stored.format, extent.tensor))
         return tuple(pieces)
 
     def dense_matrices(self) -> Iterator[tuple[str, StoredMatrix]]:
@@ -172,7 +185,7 @@ class Checkpoint:
         return 4 * total
 
     def matrix(self, stored: StoredMatrix) -> Matrix:
-        """A matrix as a view of its file's memory map. Raises CheckpointError when the file cannot be mapped."""
+        """A matrix as stored. Raises CheckpointError when the file cannot be read or mapped."""
         scale = None if stored.scale is None else self._view(stored.scale)
         return Matrix(stored.format, stored.rows, stored.cols, self._view(stored.data), scale)
 
@@ -225,7 +238,7 @@ class Checkpoint:
         """A tensor that is not a matrix, as a float32 copy in the shape needed."""
         info, shape = self._tensors[name], needs[name].shape
         dtype = np.dtype(np.float32 if info.dtype == "F32" else np.uint16)
-        raw = self._view(Extent(info.shard, info.offset, info.nbytes, dtype, shape))
+        raw = self._view(Extent(info.shard, info.offset, info.nbytes, dtype, shape, info.name))
         values = np.array(raw, np.float32) if info.dtype == "F32" else bf16_to_f32(raw)
         finite = np.isfinite(values)
         if not finite.all():
@@ -234,12 +247,30 @@ class Checkpoint:
         return values
 
     def _view(self, extent: Extent) -> NDArray[Any]:
+        if not self.mapped:
+            return _read(self.files[extent.shard], extent)
         data = self._maps.get(extent.shard)
         if data is None:
             data = self._maps[extent.shard] = _map(self.files[extent.shard])
         if extent.offset + extent.nbytes > data.size:
             raise CheckpointError(f"{self.files[extent.shard]}: {data.size} bytes now, it had more when it was opened", "io")
         return data[extent.offset : extent.offset + extent.nbytes].view(extent.dtype).reshape(extent.shape)
+
+
+def _read(path: Path, extent: Extent) -> NDArray[Any]:
+    data = np.empty(extent.nbytes, np.uint8)
+    view, position = memoryview(data), extent.offset
+    try:
+        with path.open("rb", buffering=0) as file:
+            while view:
+                count = os.preadv(file.fileno(), [view[:READ_BYTES]], position)
+                if count == 0:
+                    size = os.fstat(file.fileno()).st_size
+                    raise CheckpointError(f"{path}: {extent.tensor}: the file has {size} bytes now, it had more when it was opened", "io")
+                view, position = view[count:], position + count
+    except OSError as reason:
+        raise CheckpointError(f"{path}: {extent.tensor}: cannot be read ({reason.strerror})", "io") from None
+    return data.view(extent.dtype).reshape(extent.shape)
 
 
 def _map(path: Path) -> NDArray[np.uint8]:
@@ -251,7 +282,7 @@ def _map(path: Path) -> NDArray[np.uint8]:
         raise CheckpointError(f"{path}: cannot be mapped ({reason})", "nomem" if full else "io") from None
 
 
-def open_checkpoint(directory: Path | str, config: ModelConfig | None = None) -> Checkpoint:
+def open_checkpoint(directory: Path | str, config: ModelConfig | None = None, mapped: bool = True) -> Checkpoint:
     """Open a model directory: config, index and headers are read and every tensor is checked; no weight is read.
 
     Raises ConfigError or CheckpointError (one line each): a damaged file; the first tensor the config has no use for and the first that is
@@ -282,7 +313,7 @@ def open_checkpoint(directory: Path | str, config: ModelConfig | None = None) ->
             check_small(tensor, need)
     starts = tuple(f"layers.{layer}." for layer in blocks)
     mtp = [tensor for name, tensor in tensors.items() if starts and name.startswith(starts)]
-    return Checkpoint(directory, config, files, tensors, vision, mtp)
+    return Checkpoint(directory, config, files, tensors, vision, mtp, mapped)
 
 
 def _notes(config: ModelConfig, checkpoint: Checkpoint, vision: int, mtp: int) -> list[str]:

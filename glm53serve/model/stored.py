@@ -22,13 +22,14 @@ SMALL_DTYPES = ("F32", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of bytes of one weight file that holds an array: shard number, absolute offset, NumPy dtype and shape."""
+    """A run of bytes of one weight file that holds an array: shard number, absolute offset, NumPy dtype and shape, the tensor it is part of."""
 
     shard: int
     offset: int
     nbytes: int
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
+    tensor: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def locate(tensors: Mapping[str, TensorInfo], name: str, need: Need, expert: int
     dtype = np.dtype(DATA_DTYPE[fmt])
     width = data_cols(fmt, cols)
     row_bytes = width * dtype.itemsize
-    data = Extent(tensor.shard, tensor.offset + (expert * all_rows + first) * row_bytes, rows * row_bytes, dtype, (rows, width))
+    data = Extent(tensor.shard, tensor.offset + (expert * all_rows + first) * row_bytes, rows * row_bytes, dtype, (rows, width), tensor.name)
     shape = scale_shape(fmt, rows, cols)
     if shape is None:
         return StoredMatrix(fmt, rows, cols, data, None)
@@ -123,5 +124,5 @@ def locate(tensors: Mapping[str, TensorInfo], name: str, need: Need, expert: int
     assert whole is not None
     start = expert * whole[0] + (first // BLOCK if fmt == "fp8" else first)
     line = 4 * prod(shape[1:])
-    extent = Extent(scale.shard, scale.offset + start * line, shape[0] * line, np.dtype(np.float32), shape)
+    extent = Extent(scale.shard, scale.offset + start * line, shape[0] * line, np.dtype(np.float32), shape, scale.name)
     return StoredMatrix(fmt, rows, cols, data, extent)
