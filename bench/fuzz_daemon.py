@@ -12,8 +12,8 @@ from time import perf_counter
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from harness.fuzz import fuzz
-from harness.rig import Rig
+from harness.fuzz import fuzz  # noqa: E402
+from harness.rig import Rig  # noqa: E402
 
 
 def main() -> int:

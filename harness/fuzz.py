@@ -167,9 +167,10 @@ def _content(ask: Ask, image: bool, capacity: int) -> None:
     """What the payload decides."""
     if not ask.payload:
         ask.answers = {"EMPTY_PROMPT"}
-    elif image:
+        return
+    if image:
         ask.answers = {"BAD_REQUEST"}
-    elif len(ask.payload) >= capacity:
+    if len(ask.payload) >= capacity:
         ask.answers.add("CONTEXT_EXCEEDED")
 
 
@@ -187,17 +188,15 @@ def _prompt(id: int, fields: list[bytes], slots: int) -> Ask:
             raise Doubtful("something like a number")
     options = fields[6:]
     old = bool(options) and _NATURAL.fullmatch(options[0]) is not None
-    values: dict[bytes, int] = {}
-    unclear = False
+    texts: dict[bytes, bytes] = {}
     for option in options[1 if old else 0 :]:
         key, equals, text = option.partition(b"=")
         if not equals or not key:
             raise Doubtful("an option that is none")
         if key in _KEYS:
-            if _NATURAL.fullmatch(text):
-                values[key] = int(text)
-            else:
-                unclear = True
+            texts[key] = text
+    values = {key: int(text) for key, text in texts.items() if _NATURAL.fullmatch(text)}
+    unclear = len(values) < len(texts)
     if b"-0" in (slot, budget, temperature, top_p) or len(budget) > 9 or (old and int(options[0]) > 1 << 16):
         raise Doubtful("numbers at the edge")
     floats = [float(temperature), float(top_p)]
@@ -205,7 +204,7 @@ def _prompt(id: int, fields: list[bytes], slots: int) -> Ask:
     out_of_range = any(values.get(key, 0) > high for key, high in _KEYS.items())
     wrong = not all(0 <= value < float("inf") for value in floats) or out_of_range or old or not 0 <= int(slot) < slots
     if unclear:
-        return Ask("PROMPT", id, {"BAD_FRAME", "BAD_REQUEST"})
+        return _bad(id)
     if tokens < 0 or (tokens == 0 and logprobs == 0):
         return _bad(id)
     if wrong:
@@ -217,6 +216,8 @@ def expect_in_order(reading: Reading) -> None:
     """Add the answers that depend on whether earlier frames of the burst are still in flight."""
     slots: set[int] = set()
     ids: set[int] = set()
+    if any(n > 2 for n in Counter(ask.id for ask in reading.asks if ask.verb == "PROMPT" and ask.answers != {"BAD_FRAME"}).values()):
+        raise Doubtful("which of three prompts of one id a refusal means")
     for place, ask in enumerate(reading.asks):
         if ask.verb == "CANCEL":
             continue
@@ -345,10 +346,10 @@ class Frames:
                 while reading.missing:
                     stream += reading.missing
                     reading = read(stream, self.slots, capacity)
+                expect_in_order(reading)
             except Doubtful:
                 count = max(1, count - 1)
                 continue
-            expect_in_order(reading)
             return stream, reading, kinds
 
 
@@ -382,7 +383,9 @@ def send_burst(client: Client, rng: random.Random, stream: bytes, reading: Readi
         return Counter(error.id for error in client.ledger.not_found[late:])
 
     cancelled = Counter(turn.id for _, turn in turns if turn.outcome == "CANCELLED")
-    client.wait_until("the answers of CANCELs", lambda: all((answered() + cancelled)[id] >= 1 for id in cancels), 60)
+    # a prompt that is refused while its CANCEL is already known ends with that one ERROR
+    refused = {turn.id for _, turn in turns if turn.outcome not in ("DONE", "CANCELLED", "BAD_FRAME")}
+    client.wait_until("the answers of CANCELs", lambda: all((answered() + cancelled)[id] >= 1 or id in refused for id in cancels), 60)
     for id, count in (answered() + cancelled).items():
         assert id == barrier or 1 <= count <= cancels[id], f"{count} answers to {cancels[id]} CANCELs of {id}"
     for id, count in cancels.items():

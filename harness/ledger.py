@@ -85,6 +85,7 @@ class Ledger:
         self.last_line = b""
         self._open: dict[int, deque[Turn]] = {}
         self._cancels: Counter[int] = Counter()
+        self._sent: Counter[int] = Counter()
         self._hits: Hits | None = None
         self._prof: Prof | None = None
         self._emap_of: Turn | None = None
@@ -119,6 +120,7 @@ class Ledger:
     def submitted(self, turn: Turn) -> None:
         """A PROMPT (or a raw frame whose answer names `turn.id`) is about to be written."""
         self._open.setdefault(turn.id, deque()).append(turn)
+        self._sent[turn.id] += 1
 
     def cancelled(self, id: int) -> None:
         """A CANCEL is about to be written."""
@@ -279,9 +281,13 @@ class Ledger:
                 raise self._wrong(frame, "nobody cancelled it")
             self._cancels[frame.id] -= 1
         elif frame.code == "DUPLICATE_ID":
-            if len(turns) < 2:
+            # known at once, so it may overtake the first one's ACCEPT, and be overtaken by the first one's end
+            waiting = [t for t in turns if not t.raw]
+            if len(waiting) > 1:
+                waiting.pop(0)
+            if self._sent[frame.id] < 2 or not waiting or waiting[0].accept is not None:
                 raise self._wrong(frame, "the id was sent once")
-            turn = turns[1]
+            turn = waiting[0]
         elif frame.code == "BAD_FRAME" and len(turns) > 1:
             turn = next((t for t in turns if t.raw), turn)
         elif frame.code in ("EMPTY_PROMPT", "CONTEXT_EXCEEDED", "SLOT_BUSY", "BAD_REQUEST") and turn.accept is not None:
