@@ -38,7 +38,7 @@ def load_fail(rig: Rig) -> str:
         expect("exit code", missing.wait_exit(), 1)
         expect("lines on stderr", bool(missing.stderr_lines), True)
     env = child_environment({**rig.environment({}), "SERVE": "1", "SERVE_BATCH": "1"})
-    bare = subprocess.run([*rig.engine, "1"], env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    bare = subprocess.run([*rig.engine, "0"], env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     expect("exit code without SNAP", bare.returncode, 2)
     expect("lines on stderr without SNAP", bare.stderr.count(b"\n"), 1)
     return missing.ledger.load_fail.line.decode(errors="replace")[:80]
@@ -228,7 +228,7 @@ def lines(rig: Rig) -> str:
 def old_gateway(rig: Rig) -> str:
     """GLM53_CAPS=0, GLM53_ACCEPT=0, the SUBMIT spelling and a second bare number."""
     prompt = rig.digits(9)
-    client = Client([*rig.engine, "1"], rig.model, slots=2, env=rig.environment({"GLM53_CAPS": "0", "GLM53_ACCEPT": "0"}), cap="2")
+    client = Client([*rig.engine, "0"], rig.model, slots=2, env=rig.environment({"GLM53_CAPS": "0", "GLM53_ACCEPT": "0"}))
     with client:
         turn = ended(client.submit(prompt, 0, 8, logprobs=4, verb="SUBMIT"), "DONE")
         return rig.same(turn, rig.fresh(prompt))

@@ -91,7 +91,7 @@ class Rig:
         """The variables of an engine of this rig: usage history in a scratch file, the rig's own, and `extra`."""
         return {"COLI_USAGE": str(Path(self._scratch.name) / "usage"), **self.env, **extra}
 
-    def start(self, slots: int = 1, *, keep: bool = False, cap: str = "1", **extra: str) -> Client:
+    def start(self, slots: int = 1, *, keep: bool = False, cap: str = "0", **extra: str) -> Client:
         """Start an engine and wait for its handshake. Raises Failed when it cannot load the model."""
         client = Client([*self.engine], self.model, slots=slots, env=self.environment(extra), keep=keep, cap=cap)
         if client.ledger.load_fail is not None:
