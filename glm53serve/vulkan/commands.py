@@ -87,4 +87,8 @@ class Commands:
         info = new(device.ffi, "VkSubmitInfo", device.vk.VK_STRUCTURE_TYPE_SUBMIT_INFO, commandBufferCount=1, pCommandBuffers=self.array)
         device.submit(info)
         device.idle()
-        device.lib.vkFreeCommandBuffers(device.handle, device.command_pool, 1, self.array)
+        self.free()
+
+    def free(self) -> None:
+        """Give the buffer back; the device must be done with it."""
+        self.device.lib.vkFreeCommandBuffers(self.device.handle, self.device.command_pool, 1, self.array)

@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 from glm53serve.engine.seam import DeviceLost
 from glm53serve.vulkan import modules
 from glm53serve.vulkan.binding import check, new
-from glm53serve.vulkan.devices import DEVICE_LOCAL, HOST_CACHED, HOST_COHERENT, HOST_VISIBLE, DeviceInfo, list_devices, pick
+from glm53serve.vulkan.devices import COOPERATIVE_MATRIX, DEVICE_LOCAL, HOST_CACHED, HOST_COHERENT, HOST_VISIBLE, DeviceInfo, list_devices, pick
 from glm53serve.vulkan.errors import OutOfDeviceMemory
 from glm53serve.vulkan.faults import VulkanFaults
 from glm53serve.vulkan.instance import Instance
@@ -56,26 +56,33 @@ class Device:
     """Opens a device and keeps everything made from it until `close`.
 
     wanted, allow_cpu: see `devices.pick`. validate: the Khronos layer with synchronisation validation, `instance.messages` must stay empty.
-    halt_word: kernels look at the halt word first (off only in tests that measure what it is worth).
+    halt_word: kernels look at the halt word first (off only in tests that measure what it is worth). matrix_units: use cooperative matrices
+    where the device has them.
     Raises VulkanUnavailable.
     """
 
-    def __init__(self, wanted: str = "", allow_cpu: bool = False, validate: bool = False, faults: VulkanFaults | None = None, halt_word: bool = True) -> None:
+    def __init__(
+        self,
+        wanted: str = "",
+        allow_cpu: bool = False,
+        validate: bool = False,
+        faults: VulkanFaults | None = None,
+        halt_word: bool = True,
+        matrix_units: bool = True,
+    ) -> None:
         self.instance = Instance(validate)
         self.ffi, self.lib, self.vk = self.instance.ffi, self.instance.lib, self.instance.vk
         self.faults = faults or VulkanFaults()
         self.halt_word = halt_word
         try:
             self.info: DeviceInfo = pick(list_devices(self.instance), wanted, allow_cpu)
+            self.matrix_units = matrix_units and self.info.matrix_units
             self.handle = self._create()
         except Exception:
             self.instance.close()
             raise
-        out = self.ffi.new("VkQueue*")
-        self.lib.vkGetDeviceQueue(self.handle, self.info.queue_family, 0, out)
-        self.queue = out[0]
         self.lost = False
-        self.allocated = 0
+        self.allocated = self.faults.allocated = 0
         self._memories: list[Any] = []
         self._buffers: list[Any] = []
         self._slab: _Slab | None = None
@@ -85,11 +92,18 @@ class Device:
         self._pools: list[Any] = []
         self._sets_left = 0
         self._sets: dict[tuple[tuple[int, int, int], ...], Any] = {}
+        out = self.ffi.new("VkQueue*")
+        self.lib.vkGetDeviceQueue(self.handle, self.info.queue_family, 0, out)
+        self.queue = out[0]
         self._make_layouts()
         self.command_pool = self._command_pool()
         self._staging: Buffer | None = None
-        self.dummy = self.local(256)
-        self.zero([self.dummy])
+        try:
+            self.dummy = self.local(256)
+            self.zero([self.dummy])
+        except BaseException:
+            self.close()
+            raise
 
     # --- memory ------------------------------------------------------------------------------------------------------------------
 
@@ -391,6 +405,18 @@ class Device:
         )
         features = new(ffi, "VkPhysicalDeviceVulkan12Features", vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_VULKAN_1_2_FEATURES, timelineSemaphore=1)
         info = new(ffi, "VkDeviceCreateInfo", vk.VK_STRUCTURE_TYPE_DEVICE_CREATE_INFO, pNext=features, queueCreateInfoCount=1, pQueueCreateInfos=queue)
+        units = new(
+            ffi,
+            "VkPhysicalDeviceCooperativeMatrixFeaturesKHR",
+            vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_COOPERATIVE_MATRIX_FEATURES_KHR,
+            cooperativeMatrix=1,
+        )
+        extension = ffi.new("char[]", COOPERATIVE_MATRIX.encode())
+        extensions = ffi.new("char*[1]", [extension])
+        if self.matrix_units:
+            features.shaderFloat16 = features.vulkanMemoryModel = 1
+            features.pNext = units
+            info.enabledExtensionCount, info.ppEnabledExtensionNames = 1, extensions
         out = ffi.new("VkDevice*")
         check(lib.vkCreateDevice(self.info.handle, info, ffi.NULL, out), "vkCreateDevice")
         return out[0]

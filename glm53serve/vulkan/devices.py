@@ -14,6 +14,8 @@ BEST_FIRST = ("discrete", "integrated", "virtual", "other", "cpu")
 BUFFERS_A_KERNEL = 10
 DEVICE_LOCAL, HOST_VISIBLE, HOST_COHERENT, HOST_CACHED = 1, 2, 4, 8
 COMPUTE, GRAPHICS = 2, 1
+COOPERATIVE_MATRIX = "VK_KHR_cooperative_matrix"
+FLOAT16, FLOAT32, SUBGROUP_SCOPE = 0, 1, 3
 MEMORY_BUDGET = "VK_EXT_memory_budget"
 
 
@@ -38,6 +40,8 @@ class DeviceInfo:
     features: tuple[str, ...]
     problem: str | None
     handle: Any = field(repr=False, compare=False)
+    matrix_units: bool = False
+    """Cooperative matrices of the one shape the kernels use: float16 16 x 16 x 16 into float32, subgroups of 32."""
     memory_types: tuple[tuple[int, int], ...] = ()
     """(property flags, heap) of each memory type."""
 
@@ -99,6 +103,7 @@ def _look(instance: Instance, index: int, handle: Any) -> DeviceInfo:
     memory, free, types = _memory(instance, handle, MEMORY_BUDGET in extensions)
     family = _queue_family(instance, handle)
     timeline, features = (False, ()) if api < (1, 2, 0) else _features(instance, handle, extensions)
+    units = bool("cooperative matrix" in features and subgroup.subgroupSize == 32 and limits.maxComputeSharedMemorySize >= 32768)
     problem = None
     if api < (1, 2, 0):
         problem = f"Vulkan {api[0]}.{api[1]}, 1.2 is needed"
@@ -125,6 +130,7 @@ def _look(instance: Instance, index: int, handle: Any) -> DeviceInfo:
         features=features,
         problem=problem,
         handle=handle,
+        matrix_units=units and _has_units_shape(instance, handle),
         memory_types=types,
     )
 
@@ -168,6 +174,9 @@ def _features(instance: Instance, handle: Any, extensions: frozenset[str]) -> tu
     ffi, lib, vk = instance.ffi, instance.lib, instance.vk
     v12 = new(ffi, "VkPhysicalDeviceVulkan12Features", vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_VULKAN_1_2_FEATURES)
     v11 = new(ffi, "VkPhysicalDeviceVulkan11Features", vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_VULKAN_1_1_FEATURES, pNext=v12)
+    units = new(ffi, "VkPhysicalDeviceCooperativeMatrixFeaturesKHR", vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_COOPERATIVE_MATRIX_FEATURES_KHR)
+    if COOPERATIVE_MATRIX in extensions:
+        v12.pNext = units
     all_features = new(ffi, "VkPhysicalDeviceFeatures2", vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_FEATURES_2, pNext=v11)
     lib.vkGetPhysicalDeviceFeatures2(handle, all_features)
     there = {
@@ -178,6 +187,26 @@ def _features(instance: Instance, handle: Any, extensions: frozenset[str]) -> tu
         "int8": v12.shaderInt8,
         "buffer device address": v12.bufferDeviceAddress,
         "integer dot product": "VK_KHR_shader_integer_dot_product" in extensions,
-        "cooperative matrix": "VK_KHR_cooperative_matrix" in extensions,
+        "cooperative matrix": COOPERATIVE_MATRIX in extensions and units.cooperativeMatrix and v12.vulkanMemoryModel and v12.shaderFloat16,
     }
     return bool(v12.timelineSemaphore), tuple(name for name, have in there.items() if have)
+
+
+def _has_units_shape(instance: Instance, handle: Any) -> bool:
+    ffi, vk = instance.ffi, instance.vk
+    found = instance.lib.vkGetInstanceProcAddr(instance.handle, ffi.new("char[]", b"vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR"))
+    if found == ffi.NULL:
+        return False
+    ask = ffi.cast("PFN_vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR", found)
+    count = ffi.new("uint32_t*")
+    check(ask(handle, count, ffi.NULL), "cooperative matrix properties")
+    out = ffi.new("VkCooperativeMatrixPropertiesKHR[]", max(1, count[0]))
+    for i in range(count[0]):
+        out[i].sType = vk.VK_STRUCTURE_TYPE_COOPERATIVE_MATRIX_PROPERTIES_KHR
+    check(ask(handle, count, out), "cooperative matrix properties")
+    return any(
+        (p.MSize, p.NSize, p.KSize) == (16, 16, 16)
+        and (p.AType, p.BType, p.CType, p.ResultType) == (FLOAT16, FLOAT16, FLOAT32, FLOAT32)
+        and p.scope == SUBGROUP_SCOPE
+        for p in list(out)[: count[0]]
+    )

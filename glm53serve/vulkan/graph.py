@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from glm53serve.vulkan.commands import Commands
@@ -24,19 +25,26 @@ from glm53serve.vulkan.scratch import Scratch
 
 SEGMENT_SECONDS = 0.020
 """Estimated work of a segment; the aim is 25 ms."""
+LONGEST_SECONDS, SHORTEST_SECONDS = 0.025, 0.008
+MOST_RECORDINGS = 4
 DISPATCH_SECONDS = 4e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What the estimate of a dispatch's time divides by: operations and bytes a second."""
+    """What the estimate of a dispatch's time divides by: operations and bytes a second, and operations of matrix units."""
 
     flops: float
     nbytes: float
+    units: float = 2e13
 
     def seconds(self, op: Op) -> float:
         """Estimated time of a dispatch."""
-        return DISPATCH_SECONDS + op.flops / self.flops + op.nbytes / self.nbytes
+        return DISPATCH_SECONDS + op.flops / (self.units if op.units else self.flops) + op.nbytes / self.nbytes
+
+    def scaled(self, factor: float) -> Rate:
+        """A device `factor` times as fast."""
+        return Rate(self.flops * factor, self.nbytes * factor, self.units * factor)
 
 
 RATES = {
@@ -46,7 +54,7 @@ RATES = {
     "other": Rate(3e11, 3e10),
     "cpu": Rate(1e9, 1e9),
 }
-"""First estimates by kind of device; the matrix rate is measured when a chain is built."""
+"""First estimates by kind of device, low ones; what segments really take corrects them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +69,66 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A chain recorded for row groups of up to `bucket` rows and `spans` spans."""
+    """A chain recorded for row groups of up to `bucket` rows and `spans` spans, cut by `rate`."""
 
     bucket: int
     spans: int
     segments: list[Segment]
+    rate: Rate
+    recordings: int = 1
 
     @property
     def seconds(self) -> float:
         """Estimated time of a row group."""
         return sum(s.seconds for s in self.segments)
 
+    def better_rate(self, observed: Sequence[float]) -> Rate | None:
+        """The rate to cut by after seeing how long segments took, None when this recording is good enough.
 
-def record_graph(device: Device, layers: Sequence[ChainLayer], scratch: Scratch, common: object, bucket: int, spans: int, rate: Rate) -> Graph:
+        Too long is more than LONGEST_SECONDS, too short a mean under SHORTEST_SECONDS where there is more than one."""
+        if self.recordings >= MOST_RECORDINGS or not observed:
+            return None
+        mean = sum(observed) / len(observed)
+        factor = self.seconds / len(self.segments) / mean
+        too_long = max(observed) > LONGEST_SECONDS and factor < 0.8
+        too_short = mean < SHORTEST_SECONDS and len(self.segments) > 1 and factor > 1.25
+        return self.rate.scaled(factor) if too_long or too_short else None
+
+    def free(self) -> None:
+        """Give the command buffers back; the device must be done with them."""
+        for segment in self.segments:
+            segment.commands.free()
+
+
+def record_graph(
+    device: Device, layers: Sequence[ChainLayer], scratch: Scratch, common: object, bucket: int, spans: int, rate: Rate, recordings: int = 1
+) -> Graph:
     """Record all layers for a bucket. A segment ends where the next dispatch would take it over SEGMENT_SECONDS."""
     segments: list[Segment] = []
     recorder: _Recorder | None = None
     for layer in layers:
         for stage in layer.stages(device, scratch, bucket, spans):
-            seconds = sum(rate.seconds(op) for op in stage)
-            if recorder is not None and recorder.seconds + seconds > SEGMENT_SECONDS:
-                segments.append(recorder.finish())
-                recorder = None
-            if recorder is None:
-                recorder = _Recorder(device, common, layer.index)
-            recorder.stage(stage, seconds)
+            for part, seconds in _parts(stage, rate):
+                if recorder is not None and recorder.seconds + seconds > SEGMENT_SECONDS:
+                    segments.append(recorder.finish())
+                    recorder = None
+                if recorder is None:
+                    recorder = _Recorder(device, common, layer.index)
+                recorder.stage(part, seconds)
     if recorder is not None:
         segments.append(recorder.finish())
-    return Graph(bucket, spans, segments)
+    return Graph(bucket, spans, segments, rate, recordings)
+
+
+def _parts(stage: Stage, rate: Rate) -> Iterator[tuple[Stage, float]]:
+    """A stage as it is when it fits a segment, else its dispatches one by one, the larger ones cut."""
+    seconds = sum(rate.seconds(op) for op in stage)
+    if seconds <= SEGMENT_SECONDS:
+        yield stage, seconds
+        return
+    for op in stage:
+        for part in op.cut(math.ceil(rate.seconds(op) / SEGMENT_SECONDS)):
+            yield [part], rate.seconds(part)
 
 
 class _Recorder:

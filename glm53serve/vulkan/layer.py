@@ -294,7 +294,7 @@ class MoeFfn:
     def __init__(self, device: Device, sizes: Sizes, index: int, place: int, w: MoeWeights, experts: ExpertSource, uses: Buffer, narrow: Narrow) -> None:
         c = sizes.config
         self.sizes, self.place, self.uses = sizes, place, uses
-        self.router = upload(device, [("router", pack_values(np.asarray(w.router, np.float32)))])
+        self.router = upload(device, [("router", pack_values(np.asarray(w.router, np.float32)))], exact=True)
         self.bias = constant(device, w.bias)
         self.shared = DenseFfn(device, sizes, w.shared, narrow) if w.shared is not None else None
         numbers = range(c.n_routed_experts)

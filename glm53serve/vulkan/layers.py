@@ -38,6 +38,8 @@ class _Flight:
     number: int
     layer: int
     group: int | None
+    graph: tuple[int, int]
+    submitted: float
 
 
 class VulkanLayers:
@@ -117,6 +119,10 @@ class VulkanLayers:
         self._asking: Halt | None = None
         self._interrupted = False
         self.rate = rate or RATES[device.info.kind]
+        self._adapts = rate is None
+        self.observed: dict[tuple[int, int], list[float]] = {}
+        """Seconds of each segment of the last pass, by (bucket, spans)."""
+        self._last_landing = 0.0
 
     # --- slots -------------------------------------------------------------------------------------------------------------------
 
@@ -204,7 +210,8 @@ class VulkanLayers:
 
     def forward(self, streams: F32, batch: Batch, halt: Halt = never) -> F32:
         """All layers over the rows: streams float32 [rows, hc_mult, H] -> the same shape (see `seam.Layers.forward`)."""
-        started = time.perf_counter()
+        started = self._last_landing = time.perf_counter()
+        self.observed.clear()
         groups = list(cut(batch, self.sizes.rows))
         wakes = self._arm(halt)
         out = np.empty_like(streams)
@@ -221,6 +228,7 @@ class VulkanLayers:
         for slot in {span.slot for span in batch.spans}:
             self._pages.commit(slot)
         self._note(batch.rows, time.perf_counter() - started)
+        self._adapt()
         return out
 
     def _submissions(self, groups: list[Group], streams: F32) -> Iterator[_Flight]:
@@ -234,7 +242,9 @@ class VulkanLayers:
             last = len(graph.segments) - 1
             for i, segment in enumerate(graph.segments):
                 buffers = ([entry] if i == 0 else []) + [segment.commands] + ([leave] if i == last else [])
-                yield _Flight(self._queue.submit(buffers), segment.layer, number if i == last else None)
+                submitted = time.perf_counter()
+                key = (graph.bucket, graph.spans)
+                yield _Flight(self._queue.submit(buffers), segment.layer, number if i == last else None, key, submitted)
 
     def _land(self, flights: deque[_Flight], groups: list[Group], out: F32, wakes: int | None, last: bool = False) -> None:
         """Wait for the oldest submission, take its rows if it ends a group, and ask whether to go on. Raises Halted."""
@@ -242,6 +252,9 @@ class VulkanLayers:
         done = self._queue.wait(flight.number, wakes)
         if done:
             flights.popleft()
+            now = time.perf_counter()
+            self.observed.setdefault(flight.graph, []).append(now - max(flight.submitted, self._last_landing))
+            self._last_landing = now
             if flight.group is not None:
                 group = groups[flight.group]
                 rows = self._rings[flight.group % 2][2].view()[: group.rows * self._stride]
@@ -289,6 +302,18 @@ class VulkanLayers:
         if (bucket, spans) not in self._graphs:
             self._graphs[bucket, spans] = record_graph(self.device, self._chain, self._scratch, self._common, bucket, spans, self.rate)
         return self._graphs[bucket, spans]
+
+    def _adapt(self) -> None:
+        """Record again what the last pass showed to be cut too coarsely or too finely."""
+        if not self._adapts:
+            return
+        for key, seconds in self.observed.items():
+            graph = self._graphs[key]
+            rate = graph.better_rate(seconds)
+            if rate is not None:
+                graph.free()
+                recordings = graph.recordings + 1
+                self._graphs[key] = record_graph(self.device, self._chain, self._scratch, self._common, *key, rate, recordings)
 
     def _entry(self, ring: int, bucket: int) -> tuple[Commands, Commands]:
         if (ring, bucket) not in self._entries:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from glm53serve.model.weights import MatrixFormat
 from glm53serve.vulkan.device import Buffer, Device
 from glm53serve.vulkan.pack import EIGHTHS, Rows, join, padded
 
 VECTOR_ROWS = 8
-"""Up to so many rows go through the vector kernel, more through the matrix kernel."""
+"""Up to so many rows go through the vector kernel, more through a matrix kernel."""
+FIRST_TILE_AT = 52
+UNITS_COLUMNS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,24 @@ class Op:
     groups: tuple[int, int, int]
     flops: float = 0.0
     nbytes: float = 0.0
+    units: bool = False
+    """Runs on matrix units."""
+    first_tile_at: int | None = None
+    """Where in `push` the number of the first workgroup row stands, for dispatches that may be cut along y."""
+
+    def cut(self, parts: int) -> list[Op]:
+        """The same work as up to `parts` dispatches."""
+        x, rows, z = self.groups
+        if self.first_tile_at is None or parts <= 1 or rows <= 1:
+            return [self]
+        step = -(-rows // min(parts, rows))
+        made = []
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            push = self.push[: self.first_tile_at] + struct.pack("I", first) + self.push[self.first_tile_at + 4 :]
+            share = count / rows
+            made.append(replace(self, push=push, groups=(x, count, z), flops=self.flops * share, nbytes=self.nbytes * share))
+        return made
 
 
 Stage = list[Op]
@@ -64,6 +84,8 @@ class Linear:
     groups: int = 1
     offsets: dict[str, int] = field(default_factory=dict)
     """Where each named part's output begins."""
+    units: bool = False
+    """Many rows go to matrix units."""
 
     @property
     def nbytes(self) -> int:
@@ -84,9 +106,13 @@ class Linear:
             together = min(bucket, 4)
             constants = {2: 4, 3: together, **epilogue}
             return Op(f"gemv_{piece.format}", constants, buffers, push, (-(-piece.rows // 4), -(-bucket // together), self.groups), **cost)
+        if self.units:
+            blocks = tile or unit_blocks(bucket)
+            groups = (-(-piece.rows // UNITS_COLUMNS), -(-bucket // (16 * blocks)), self.groups)
+            return Op(f"gemm_coop_{piece.format}", {2: blocks, **epilogue}, buffers, push, groups, **cost, units=True, first_tile_at=FIRST_TILE_AT)
         per_thread = tile or tile_rows(bucket, piece.rows * self.groups)
         groups = (-(-piece.rows // 64), -(-bucket // (16 * per_thread)), self.groups)
-        return Op(f"gemm_{piece.format}", {2: per_thread, **epilogue}, buffers, push, groups, **cost)
+        return Op(f"gemm_{piece.format}", {2: per_thread, **epilogue}, buffers, push, groups, **cost, first_tile_at=FIRST_TILE_AT)
 
 
 def tile_rows(bucket: int, columns: int) -> int:
@@ -98,20 +124,26 @@ def tile_rows(bucket: int, columns: int) -> int:
     return 8 if bucket > 64 and -(-columns // 64) * -(-bucket // 128) >= 256 else 4
 
 
+def unit_blocks(rows: float) -> int:
+    """Blocks of 16 rows in a tile of the matrix-unit kernel."""
+    return 1 if rows <= 16 else 2 if rows <= 32 else 4
+
+
 def _push(rows: int, cols: int, x: Target, y: Target, swiglu: float | None, experts: tuple[int, int] = (0, 0), share: int = 1) -> bytes:
     words = (rows, cols, x.stride, x.offset, y.stride, y.offset, x.step, y.step, 0, *experts, share)
-    return struct.pack("12If", *words, swiglu if swiglu is not None else 0.0)
+    return struct.pack("12IfI", *words, swiglu if swiglu is not None else 0.0, 0)
 
 
-def upload(device: Device, parts: Sequence[tuple[str, Rows]], groups: int = 1) -> Linear:
+def upload(device: Device, parts: Sequence[tuple[str, Rows]], groups: int = 1, exact: bool = False) -> Linear:
     """Put named parts that read the same x on the device as one matrix, each part's output at a multiple of 64 (see `offsets`).
 
     Runs of one format become one piece, cut where a binding would grow over the device's limit. With groups > 1 there is one part of that many
-    heads. Raises OutOfDeviceMemory.
+    heads. `exact` keeps the products in float32. Raises OutOfDeviceMemory.
     """
+    units = device.matrix_units and not exact
     if groups > 1:
         ((name, rows),) = parts
-        return Linear(rows.cols, rows.count // groups, [_piece(device, rows, 0, rows.count // groups)], groups, {name: 0})
+        return Linear(rows.cols, rows.count // groups, [_piece(device, rows, 0, rows.count // groups)], groups, {name: 0}, units)
     offsets, pieces, at = {}, list[Piece](), 0
     run: list[Rows] = []
     run_first = 0
@@ -124,7 +156,7 @@ def upload(device: Device, parts: Sequence[tuple[str, Rows]], groups: int = 1) -
         run.append(rows)
         at += rows.count
     pieces += _pieces(device, join(run) if len(run) > 1 else run[0], run_first)
-    return Linear(parts[0][1].cols, at, pieces, 1, offsets)
+    return Linear(parts[0][1].cols, at, pieces, 1, offsets, units)
 
 
 def _pieces(device: Device, rows: Rows, first: int) -> Iterable[Piece]:
@@ -162,6 +194,7 @@ class ExpertMatrices:
     rows: int
     cols: int
     arenas: list[Arena]
+    units: bool = False
 
     def ops(self, bucket: int, topk: int, x: Target, y: Target, share: int, ids: Buffer, tiles: tuple[Buffer, Buffer, int, int], swiglu: float | None) -> Stage:
         """y[pair] = W[expert of pair] x[pair / share] for up to bucket x topk pairs.
@@ -180,8 +213,12 @@ class ExpertMatrices:
                 constants = {2: 4, 3: 1, 5: topk, **epilogue}
                 made.append(Op(f"gemv_expert_{arena.format}", constants, [*buffers, ids], push, (-(-self.rows // 4), bucket * topk, 1), **cost))
             else:
-                groups = (-(-self.rows // 64), most, 1)
-                made.append(Op(f"gemm_expert_{arena.format}", {2: per_thread, **epilogue}, [*buffers, table, order], push, groups, **cost))
+                kernel, columns = ("gemm_coop", UNITS_COLUMNS) if self.units else ("gemm", 64)
+                groups, bound = (-(-self.rows // columns), most, 1), [*buffers, table, order]
+                constants = {2: per_thread, **epilogue}
+                made.append(
+                    Op(f"{kernel}_expert_{arena.format}", constants, bound, push, groups, **cost, units=self.units, first_tile_at=FIRST_TILE_AT)
+                )
         return made
 
 
@@ -213,4 +250,4 @@ def upload_experts(device: Device, experts: Iterable[Rows]) -> ExpertMatrices:
             flush()
         run.append(rows)
     flush()
-    return ExpertMatrices(shape, cols, arenas)
+    return ExpertMatrices(shape, cols, arenas, device.matrix_units)

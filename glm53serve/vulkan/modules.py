@@ -2,7 +2,7 @@
 
 `python -m glm53serve.vulkan.modules build` compiles every module (developers; needs glslangValidator and spirv-val),
 `... check` compares the committed files with the manifest and the sources (no compiler), `... check --rebuild` compiles
-again and compares the bytes.
+again and compares the bytes. The modules for matrix units need glslang 13 or newer, the others give the same bytes with 12 and 13.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from glm53serve.vulkan.errors import VulkanUnavailable
 HERE = Path(__file__).resolve().parent
 SHADERS = HERE / "shaders"
 BINARIES = HERE / "spv"
-FLAGS = ["--target-env", "vulkan1.1", "-Os", "--quiet"]
+FLAGS = ["-Os", "--quiet"]
+UNITS = "gemm_coop.comp"
+UNITS_COMPILER = 13
 FORMATS = {"f32": 0, "bf16": 1, "fp8": 2, "int8": 3, "int4": 4}
 
 
@@ -31,7 +33,7 @@ def _variants() -> dict[str, tuple[str, list[str]]]:
     plain = "hc_dots hc_pre hc_post kda_prep kda kda_out dsa_norm dsa_pool dsa_score dsa_topk attn_scores attn_softmax attn_mix attn_sum route moe_sort"
     found = {name: (f"{name}.comp", list[str]()) for name in plain.split()}
     for name, number in FORMATS.items():
-        for kernel in ("gemv", "gemm"):
+        for kernel in ("gemv", "gemm", "gemm_coop"):
             found[f"{kernel}_{name}"] = (f"{kernel}.comp", [f"-DFMT={number}"])
             found[f"{kernel}_expert_{name}"] = (f"{kernel}.comp", [f"-DFMT={number}", "-DEXPERT"])
     return found
@@ -60,21 +62,33 @@ def compiler_version() -> str | None:
     return subprocess.run(["glslangValidator", "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
 
 
+def compiles(name: str) -> bool:
+    """Whether the installed compiler can build a module."""
+    version = re.search(r":(\d+)\.", compiler_version() or "")
+    return version is not None and (VARIANTS[name][0] != UNITS or int(version.group(1)) >= UNITS_COMPILER)
+
+
+def _target(source: str) -> list[str]:
+    return ["--target-env", "vulkan1.2" if source == UNITS else "vulkan1.1"]
+
+
 def compile_module(name: str, out: Path) -> None:
     """Compile one module to `out` and validate it. Raises RuntimeError with the compiler's words."""
     source, defines = VARIANTS[name]
     done = subprocess.run(
-        ["glslangValidator", "-V", "-S", "comp", *FLAGS, "-I.", *defines, "-o", str(out), source], cwd=SHADERS, capture_output=True, text=True
+        ["glslangValidator", "-V", "-S", "comp", *_target(source), *FLAGS, "-I.", *defines, "-o", str(out), source], cwd=SHADERS, capture_output=True, text=True
     )
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stdout}{done.stderr}")
-    checked = subprocess.run(["spirv-val", "--target-env", "vulkan1.1", str(out)], capture_output=True, text=True)
+    checked = subprocess.run(["spirv-val", *_target(source), str(out)], capture_output=True, text=True)
     if checked.returncode:
         raise RuntimeError(f"{name}: spirv-val: {checked.stderr}")
 
 
 def build() -> None:
-    """Compile every module and write the manifest."""
+    """Compile every module and write the manifest. Raises RuntimeError when the compiler is too old for some."""
+    if not all(compiles(name) for name in VARIANTS):
+        raise RuntimeError(f"glslangValidator {UNITS_COMPILER} or newer is needed, found {compiler_version() or 'none'}")
     BINARIES.mkdir(exist_ok=True)
     for old in BINARIES.glob("*.spv"):
         old.unlink()
@@ -113,7 +127,7 @@ def differences(rebuild: bool = False) -> list[str]:
             found.append(f"{name}: the source changed, build again")
         if entry["spv_sha256"] != _sha(committed):
             found.append(f"{name}.spv: not the file that was built")
-        if rebuild:
+        if rebuild and compiles(name):
             with tempfile.TemporaryDirectory() as folder:
                 fresh = Path(folder) / "fresh.spv"
                 compile_module(name, fresh)

@@ -48,15 +48,16 @@ void store(uint m, uint n, vec4 v) {
 void main() {
     if (halted()) return;
     g_n0 = gl_WorkGroupID.x * 64u;
+    uint y0 = gl_WorkGroupID.y + p.first_tile;
 #ifdef EXPERT
-    if (gl_WorkGroupID.y >= tiles[0]) return;
-    uint e = tiles[4u + 4u * gl_WorkGroupID.y];
+    if (y0 >= tiles[0]) return;
+    uint e = tiles[4u + 4u * y0];
     if (e < p.e0 || e >= p.e1) return;
-    g_m0 = tiles[5u + 4u * gl_WorkGroupID.y];
-    g_rows = tiles[6u + 4u * gl_WorkGroupID.y];
+    g_m0 = tiles[5u + 4u * y0];
+    g_rows = tiles[6u + 4u * y0];
     g_base = (e - p.e0) * p.N;
 #else
-    g_m0 = gl_WorkGroupID.y * TM;
+    g_m0 = y0 * TM;
     if (g_m0 >= row_count()) return;
     g_rows = min(TM, row_count() - g_m0);
     g_base = p.wr + gl_WorkGroupID.z * p.N;

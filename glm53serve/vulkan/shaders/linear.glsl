@@ -11,6 +11,7 @@ layout(push_constant) uniform Push {
     uint e0, e1;   // experts [e0, e1) lie in this binding
     uint xdiv;     // pairs that share a row of x
     float limit;   // SwiGLU clamp
+    uint first_tile;   // of a dispatch that does part of the tiles (matrix kernels)
 } p;
 layout(constant_id = 4) const uint SWIGLU = 0u;
 layout(set = 1, binding = 0) readonly buffer X { vec4 x4[]; };
