@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm53serve.engine.faults import Faults
+from glm53serve.engine.launch_ahead import DecodeLoop
 from glm53serve.engine.seam import Batch, DeviceLost, Halt, Halted, Head, Layers, Meter, Span, never
 from glm53serve.engine.slots import Checkpoint, CheckpointPool, Origin, Reuse, Slot, plan_reuse
 from glm53serve.model.config import ModelConfig
@@ -55,7 +56,7 @@ class Engine:
     """A model over an ordered list of backends that together cover all layers.
 
     `slot_count` conversations of `capacity` positions each. `note` receives the few lines a person debugging wants to see. `replace` makes
-    backends for all layers that need no device, for when one is lost.
+    backends for all layers that need no device, for when one is lost. `ahead` decodes on the device that holds all layers, if one does.
     """
 
     config: ModelConfig
@@ -69,6 +70,7 @@ class Engine:
     faults: Faults = field(default_factory=Faults)
     note: Note = lambda _line: None
     replace: Callable[[], list[Layers]] | None = None
+    ahead: DecodeLoop | None = None
     slots: list[Slot] = field(init=False)
     pool: CheckpointPool = field(init=False)
     _snapshot_failed: bool = field(init=False, default=False)
@@ -255,6 +257,7 @@ class Engine:
         if self.replace is None:
             raise DeviceLost("no other backend can take the layers")
         self.backends = self.replace()
+        self.ahead = None
         for slot in self.slots:
             slot.forget()
         self._open()

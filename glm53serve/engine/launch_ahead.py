@@ -16,6 +16,9 @@ from enum import IntEnum
 from time import perf_counter
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 MAX_DEPTH = 8
 
 
@@ -246,6 +249,10 @@ class StepDevice(Protocol):
         """End a running device loop at its next step border; a no-op for plain steps."""
         ...
 
+    def last_logits(self, slot: int) -> NDArray[np.float32] | None:
+        """Logits [V] after the last position a parked row of this slot was fed, kept when it was parked; None when they were not kept."""
+        ...
+
 
 @dataclass(slots=True)
 class _Row:
@@ -338,7 +345,7 @@ class DecodeLoop:
             self._launch(decision)
         if self.outstanding:
             commits += self._harvest()
-        elif decision.release or self._deferred:
+        if not self.outstanding:
             self._release()
         return commits
 

@@ -20,7 +20,7 @@ from glm53serve.serve.inbox import Eof, Inbox
 from glm53serve.serve.outbox import REPLY_LIMIT, Outbox
 from glm53serve.serve.schedule import Schedule
 from glm53serve.serve.telemetry import Telemetry, peak_rss_gb
-from glm53serve.serve.turns import Desk, End, Turn
+from glm53serve.serve.turns import Desk, End, Phase, Turn
 from glm53serve.serve.usage import UsageFile
 from glm53serve.settings import Settings
 
@@ -80,7 +80,7 @@ class Daemon:
         self._usage = UsageFile(usage_path(loaded.directory, settings.usage), len(config.sparse_layers), config.n_routed_experts, self._note)
         self._over = threading.Event()
         self._telemetry = Telemetry(loaded.engine, self._usage.load())
-        self._desk = Desk(self._finish, loaded.engine.interrupt)
+        self._desk = Desk(self._finish, self._interrupt)
         self._outbox = Outbox(out, on_closed=self.stop, on_drain=lambda: self._inbox.wake(), fault=lambda: loaded.engine.faults.hit("write"))
         self._inbox = Inbox(source, self._on_frame, backlog=lambda: self._outbox.unsent_bytes)
         self._admission = Admission(loaded.engine, loaded.tokenizer, self._desk, self._outbox, self._emap, log, settings.accept)
@@ -182,6 +182,13 @@ class Daemon:
         else:
             self._log(f"ignored a line: {frame.line[:80]!r}")
         return True
+
+    def _interrupt(self, turn: Turn) -> None:
+        """In the reader thread: rows of a cancelled or stopped turn are in a pass."""
+        if turn.phase is Phase.PREFILL:
+            self._engine.interrupt()
+        elif self._engine.ahead is not None:
+            self._engine.ahead.cancel(turn.slot.index)
 
     # -- ends of turns
 

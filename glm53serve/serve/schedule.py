@@ -16,6 +16,8 @@ from glm53serve.engine.sampling import NO_PREDICTOR, choose, score
 from glm53serve.engine.seam import DeviceLost, Halted
 from glm53serve.engine.tokenizer import Tokenizer
 from glm53serve.serve import lines
+from glm53serve.serve.ahead import MOST_STOP_IDS, Ahead
+from glm53serve.serve.emitter import Emitter
 from glm53serve.serve.outbox import Outbox
 from glm53serve.serve.turns import Desk, End, Turn
 
@@ -47,7 +49,8 @@ class Schedule:
         self._tokenizer = tokenizer
         self._desk = desk
         self._outbox = outbox
-        self._stop_ids = stop_ids
+        self._emitter = Emitter(desk, outbox, tokenizer, stop_ids)
+        self._ahead = Ahead(engine, desk, self._emitter) if engine.ahead is not None and len(stop_ids) <= MOST_STOP_IDS else None
         self._rewind = rewind
         self._log = log
         self._say = say
@@ -76,7 +79,7 @@ class Schedule:
             if not self._outbox.wait_room(ROOM_POLL_SECONDS):
                 continue
             if decoding:
-                self._decode(decoding)
+                self._step(decoding, chunk_next=prefilling is not None)
             if prefilling is not None:
                 self._chunk(prefilling, shared=bool(decoding))
 
@@ -151,12 +154,26 @@ class Schedule:
 
     # -- decode
 
+    def _step(self, turns: list[Turn], chunk_next: bool) -> None:
+        """One step of every decoding turn: ahead on the device where that is possible, row by row with the host otherwise."""
+        ahead = [turn for turn in turns if self._ahead is not None and not turn.scores and not self._rewind]
+        if self._ahead is not None and ahead:
+            try:
+                steps, rows = self._ahead.turn(ahead, drain=chunk_next or len(ahead) < len(turns))
+            except DeviceLost as lost:
+                self._lose_device(lost)
+                return
+            self.steps += steps
+            self.step_rows += rows
+        if len(ahead) < len(turns):
+            self._decode([turn for turn in turns if turn not in ahead])
+
     def _decode(self, turns: list[Turn]) -> None:
         chosen = [(turn, choose(turn.logits, turn.sampling, turn.emitted)) for turn in turns if turn.logits is not None]
         rows: list[tuple[Turn, int]] = []
         with self._desk.lock:
             for turn, token in chosen:
-                if turn.live and self._emit(turn, token):
+                if turn.live and self._emitter.emit(turn, token):
                     turn.busy = True
                     rows.append((turn, token))
         if not rows:
@@ -184,24 +201,6 @@ class Schedule:
                 if turn.cancelled or turn.stopped:
                     self._desk.end(turn, End.STOPPED)
 
-    def _emit(self, turn: Turn, token: int) -> bool:
-        """Send a chosen token, or end the turn instead of or after it; True when the turn goes on. Under the lock."""
-        if turn.cancelled or turn.stopped:
-            self._desk.end(turn, End.STOPPED)
-            return False
-        if token in self._stop_ids:
-            self._desk.end(turn, End.STOP_TOKEN)
-            return False
-        scored = score(turn.logits, token, turn.scores) if turn.scores and turn.logits is not None else None
-        self._outbox.send(lines.data(turn.id, self._tokenizer.text(token), scored))
-        turn.emitted += 1
-        if turn.emitted == turn.limit:
-            turn.slot.cut(turn.slot.filled)
-            turn.slot.history.append(token)
-            self._desk.end(turn, End.LIMIT)
-            return False
-        return True
-
     def _remember_before_blanks(self, turn: Turn, token: int) -> None:
         text = self._tokenizer.text(token)
         blank = bool(text) and all(b in ASCII_BLANKS for b in text)
@@ -224,6 +223,7 @@ class Schedule:
                 turn.busy = True
         self._say(f"device lost ({lost}): going on on the CPU")
         self._engine.fail_over()
+        self._ahead = None
         for turn in turns:
             self._end(turn, End.FAILED, "DEVICE_LOST")
 

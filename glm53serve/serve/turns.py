@@ -80,10 +80,10 @@ Finish = Callable[[Turn, End, str], None]
 class Desk:
     """Registry of turns. `finish(turn, end, detail)` writes what a turn's end owes the peer; it is called under the lock, once a turn.
 
-    `interrupt` is called, in the reader's thread, when the chunk that runs belongs to a turn that was just cancelled.
+    `interrupt` is called, in the reader's thread, when rows of a turn that was just cancelled (or, while it decodes, stopped) are in a pass.
     """
 
-    def __init__(self, finish: Finish, interrupt: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, finish: Finish, interrupt: Callable[[Turn], None] = lambda _turn: None) -> None:
         self.lock = threading.RLock()
         self.wake = threading.Condition(self.lock)
         self._finish = finish
@@ -121,8 +121,8 @@ class Desk:
             turn.cancelled = True
             if not turn.busy:
                 self.end(turn, End.CANCELLED)
-            elif turn.phase is Phase.PREFILL:
-                self._interrupt()
+            else:
+                self._interrupt(turn)
             return True
 
     def stop(self, id_: int) -> None:
@@ -137,6 +137,8 @@ class Desk:
             turn.stopped = True
             if not turn.busy:
                 self.end(turn, End.STOPPED)
+            elif turn.phase is Phase.DECODE:
+                self._interrupt(turn)
 
     # -- admission's side
 

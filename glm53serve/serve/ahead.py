@@ -1,0 +1,121 @@
+"""Decoding turns on a device that runs ahead: rows go into a `DecodeLoop`, tokens come out of its ring some steps later.
+
+A row's turn is `busy` from its first fed token to the step after which nothing launched can touch its slot any more; only then does it
+end. What the device committed before a row was parked is sent, so a slot's history is always what was sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from glm53serve.engine.engine import Cost, Engine
+from glm53serve.engine.launch_ahead import Commit, DecodeLoop, RowPlan
+from glm53serve.engine.launch_ahead import End as RowEnd
+from glm53serve.engine.sampling import choose
+from glm53serve.serve.emitter import Emitter
+from glm53serve.serve.turns import Desk, End, Turn
+
+MOST_STOP_IDS = 8
+"""What the commit on the device can compare a token with; with more, steps go through the host."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A turn in the loop: the token that is being fed, and how the turn will end once its slot is released."""
+
+    turn: Turn
+    fed: int
+    end: End | None = None
+
+
+@dataclass(slots=True)
+class Ahead:
+    """Keeps the turns that decode on the device in step with its commits."""
+
+    engine: Engine
+    desk: Desk
+    emitter: Emitter
+    _rows: dict[int, _Row] = field(default_factory=dict)
+
+    def turn(self, turns: list[Turn], drain: bool) -> tuple[int, int]:
+        """Let new turns join, harvest what the device committed, end what ended. `drain`: nothing may be outstanding afterwards.
+
+        Returns (steps, rows) that were harvested.
+        """
+        loop = self.engine.ahead
+        assert loop is not None
+        for turn in turns:
+            if turn.slot.index not in self._rows:
+                self._join(loop, turn)
+        began = perf_counter()
+        before = loop.harvested
+        commits = loop.turn(admission=drain)
+        if drain:
+            commits += loop.drain()
+        seconds = perf_counter() - began
+        for commit in commits:
+            self._take(commit, seconds / len(commits))
+        for slot in loop.take_released():
+            self._leave(loop, slot)
+        return loop.harvested - before, len(commits)
+
+    def _join(self, loop: DecodeLoop, turn: Turn) -> None:
+        if turn.logits is None:
+            return
+        token = choose(turn.logits, turn.sampling, turn.emitted)
+        with self.desk.lock:
+            if not turn.live or not self.emitter.emit(turn, token):
+                return
+            turn.busy = True
+        slot = turn.slot
+        how = turn.sampling
+        self._rows[slot.index] = _Row(turn, token)
+        loop.start(
+            RowPlan(
+                slot=slot.index,
+                token=token,
+                position=slot.filled,
+                limit=turn.limit - turn.emitted,
+                room=self.engine.capacity - slot.filled,
+                stop_ids=tuple(sorted(self.emitter.stop_ids)),
+                temperature=0.0 if how.greedy else how.temperature,
+                top_p=how.top_p,
+                seed=how.seed,
+                counter=turn.emitted,
+            )
+        )
+        if turn.cancelled or turn.stopped:  # it came between the token and the start
+            loop.cancel(slot.index)
+
+    def _take(self, commit: Commit, seconds: float) -> None:
+        row = self._rows[commit.slot]
+        turn = row.turn
+        slot = turn.slot
+        slot.cut(slot.filled)
+        if commit.filled > slot.filled:
+            slot.history.append(row.fed)
+            slot.filled = commit.filled
+            turn.forwards += 1
+            turn.cost.add(Cost(attention=seconds))
+        slot.logits = None
+        slot.resumable = False
+        if commit.end is RowEnd.CANCELLED or commit.token is None:
+            row.end = End.STOPPED
+        elif commit.token in self.emitter.stop_ids:
+            row.end = End.STOP_TOKEN
+        else:
+            with self.desk.lock:
+                self.emitter.send(turn, commit.token)
+            row.fed = commit.token
+            if commit.end is not RowEnd.LIVE:
+                self.emitter.keep_unfed(turn, commit.token)
+                row.end = End.LIMIT
+
+    def _leave(self, loop: DecodeLoop, slot: int) -> None:
+        row = self._rows.pop(slot)
+        row.turn.slot.logits = loop.device.last_logits(slot)
+        row.turn.slot.resumable = row.turn.slot.logits is not None
+        with self.desk.lock:
+            row.turn.busy = False
+            self.desk.end(row.turn, row.end or End.STOPPED)
