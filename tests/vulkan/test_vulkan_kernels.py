@@ -170,8 +170,9 @@ def test_pool_keys_and_scores(device: Device, kpool: int) -> None:
     bench = Bench(device, [(1, i) for i in range(capacity)])
     pool_keys, scores = bench.empty(2, pools, dip, fill=0), bench.empty(capacity, pools)
     score_push = struct.pack("8I2f", heads, heads * dip, 0, heads, 0, pools, kpool, budget, di**0.5, heads**0.5)
+    pool_push = struct.pack("5I", di, dip, capacity, kpool, pools)
     bench.run(
-        Op("dsa_pool", {}, [bench.buffer(keys), bench.buffer(ape.astype(np.float32)), pool_keys], struct.pack("5I", di, dip, capacity, kpool, pools), (capacity, 1, 1)),
+        Op("dsa_pool", {}, [bench.buffer(keys), bench.buffer(ape.astype(np.float32)), pool_keys], pool_push, (capacity, 1, 1)),
         Op("dsa_score", {2: dip}, [bench.buffer(qi), bench.buffer(wt), pool_keys, scores], score_push, (-(-pools // 64), capacity, 1)),
     )
     want_keys = m.pool_keys(k[:count], e[:count], ape)
@@ -226,7 +227,8 @@ def test_sparse_attention(device: Device, heads: int, kpool: int, splits: int) -
         scores = q[row, :, :rank].astype(np.float64) @ latents[1, seen, :rank].astype(np.float64).T / np.sqrt(9.0)
         wanted.append(m.softmax(scores, -1) @ latents[1, seen, :rank])
     bench = Bench(device, [(1, p) for p in positions])
-    scores_buffer, mixed, parts = bench.empty(len(positions), heads, tokens), bench.empty(len(positions), heads, 64), bench.empty(splits, len(positions), heads, 64)
+    count = len(positions)
+    scores_buffer, mixed, parts = bench.empty(count, heads, tokens), bench.empty(count, heads, 64), bench.empty(splits, count, heads, 64)
     cache, picks = bench.buffer(latents), bench.buffer(chosen)
     tile = 1 if heads <= 16 else 2
     push = struct.pack("7If", heads, 64, tokens, capacity, kpool, budget, keep, 3.0)

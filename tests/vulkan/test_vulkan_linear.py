@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tinymodel import as_matrix
+from vulkan_bench import Bench
 
 from glm53serve.model import quant
 from glm53serve.model.reference_math import clamped_swiglu
@@ -13,7 +14,6 @@ from glm53serve.model.weights import FfnWeights, MatrixFormat
 from glm53serve.vulkan.device import Device
 from glm53serve.vulkan.linear import Linear, Target, upload, upload_experts
 from glm53serve.vulkan.pack import gate_up, pack, padded
-from vulkan_bench import Bench
 
 FORMATS: tuple[MatrixFormat, ...] = ("f32", "bf16", "fp8", "int8", "int4")
 
