@@ -9,8 +9,12 @@ from pathlib import Path
 from glm53serve.engine.engine import Engine, Note
 from glm53serve.engine.faults import FaultError, Faults
 from glm53serve.engine.tokenizer import Tokenizer, TokenizerError
+from glm53serve.experts import ExpertFiles, ExpertStore, experts_in_ram, model_copies, open_store
+from glm53serve.experts.memory import available_bytes
 from glm53serve.model.checkpoint import Checkpoint, open_checkpoint
+from glm53serve.model.config import ModelConfig
 from glm53serve.model.errors import ErrorKind, ModelError
+from glm53serve.model.info import slot_bytes
 from glm53serve.settings import Settings
 
 GB = 10**9
@@ -35,6 +39,7 @@ class Loaded:
     tokenizer: Tokenizer
     stop_ids: frozenset[int]
     bits: int
+    experts: ExpertStore | None = None
 
 
 def shipped_model() -> Path:
@@ -65,9 +70,9 @@ def load(
     """Load a model. `expert_slots` > 0 is the expert cache in experts a layer and wins over GLM53_EXPERT_GB. Raises LoadError."""
     try:
         faults = Faults(settings.fault)
-        checkpoint = open_checkpoint(directory)
+        checkpoint = open_checkpoint(directory, mapped=False)
         tokenizer = Tokenizer(directory)
-        engine, bits = _engine(checkpoint, settings, slots, backend or settings.backend, expert_slots, faults, note, progress)
+        engine, bits, store = _engine(checkpoint, settings, slots, backend or settings.backend, expert_slots, faults, note, progress)
     except ModelError as error:
         raise LoadError(error.kind, str(error)) from error
     except (TokenizerError, FaultError) as error:
@@ -77,21 +82,20 @@ def load(
     except OSError as error:
         raise LoadError("io", f"{directory}: {error}") from error
     stop_ids = frozenset(checkpoint.config.eos_token_ids) | (tokenizer.special_ids if specials_stop else frozenset())
-    return Loaded(directory, checkpoint, engine, tokenizer, stop_ids, bits)
+    return Loaded(directory, checkpoint, engine, tokenizer, stop_ids, bits, store)
 
 
 def _engine(
     checkpoint: Checkpoint, settings: Settings, slots: int, backend: str, expert_slots: int, faults: Faults, note: Note, progress: Progress | None
-) -> tuple[Engine, int]:
-    import psutil
-
+) -> tuple[Engine, int, ExpertStore | None]:
     from glm53serve.cpu.head import CpuHead
     from glm53serve.cpu.layers import CpuLayers
 
     config = checkpoint.config
-    available = int(psutil.virtual_memory().available)
+    available = available_bytes()
     bits = settings.bits or default_bits(checkpoint, available)
-    layers = CpuLayers(config, range(config.num_layers), checkpoint.layer, checkpoint, slots, bits, progress)
+    store = _expert_store(checkpoint, settings, faults, note)
+    layers = CpuLayers(config, range(config.num_layers), checkpoint.layer, store or checkpoint, slots, bits, progress)
     head = CpuHead(config, checkpoint.embedding(), checkpoint.final_norm(), checkpoint.lm_head(), bits)
     budget = int(settings.checkpoint_gb * GB) if settings.checkpoint_gb >= 0 else min(4 * GB, available // 20)
     engine = Engine(
@@ -106,7 +110,24 @@ def _engine(
         faults=faults,
         note=note,
     )
-    return engine, bits
+    if store is not None:
+        open_store(store, experts_in_ram(store, expert_slots, settings.expert_gb, _later_bytes(config, slots, settings, budget)))
+    return engine, bits, store
+
+
+def _expert_store(checkpoint: Checkpoint, settings: Settings, faults: Faults, note: Note) -> ExpertStore | None:
+    """The store of the routed experts, still empty; None for a model without."""
+    if not checkpoint.config.sparse_layers:
+        return None
+    files = ExpertFiles(model_copies(checkpoint.directory, checkpoint.files, settings.model_mirror), faults)
+    return ExpertStore(checkpoint, files, note)
+
+
+def _later_bytes(config: ModelConfig, slots: int, settings: Settings, checkpoints: int) -> int:
+    """Memory that conversations will take: states, rows of full slots, a snapshot, kept checkpoints, the activations of a chunk."""
+    fixed, a_token = slot_bytes(config)
+    scratch = settings.prefill_chunk * 4 * config.hidden_size * (3 * config.hc_mult + 8)
+    return (slots + 1) * fixed + slots * settings.maxt * a_token + checkpoints + scratch
 
 
 def default_bits(checkpoint: Checkpoint, available: int) -> int:

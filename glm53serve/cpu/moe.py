@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from glm53serve.cpu.linear import Linear, feed_forward
 from glm53serve.engine.seam import Halt, Halted, Meter
+from glm53serve.experts.supply import supply_of
 from glm53serve.model import reference_math as m
 from glm53serve.model.config import ModelConfig
 from glm53serve.model.weights import ExpertSource, FfnWeights, MoeWeights
@@ -39,7 +40,7 @@ class MoeLayer:
         self.router = w.router
         self.bias = w.bias
         self.shared = DenseFfn(config, w.shared, bits) if w.shared is not None else None
-        self.experts = experts
+        self.experts = supply_of(experts, config.n_routed_experts)
         self.meter = meter
 
     def route(self, x: F32) -> tuple[NDArray[np.int64], F32]:
@@ -64,13 +65,16 @@ class MoeLayer:
     def __call__(self, x: F32, chosen: NDArray[np.int64], weights: F32, halt: Halt) -> F32:
         """Sum of each row's experts and the shared one -> y [rows, H]. Each expert is fetched once. Raises Halted between experts."""
         y = np.zeros_like(x)
-        for number, expert in enumerate(np.unique(chosen)):
-            if number and halt():
-                raise Halted(self.index)
-            before = time.perf_counter()
-            fetched = self.experts.expert(self.index, int(expert))
-            self.meter.uses += 1
-            self.meter.disk += time.perf_counter() - before
-            rows, slots = np.nonzero(chosen == expert)
-            y[rows] += weights[rows, slots][:, None] * feed_forward(x[rows], fetched, self.config.swiglu_limit)
+        experts, counts = np.unique(chosen, return_counts=True)
+        with self.experts.need(self.index, experts, counts, len(x), halt, True) as need:
+            try:
+                for ready in chain.from_iterable(need):
+                    if ready.expert != experts[0] and halt():
+                        raise Halted(self.index)
+                    rows, slots = np.nonzero(chosen == ready.expert)
+                    y[rows] += weights[rows, slots][:, None] * feed_forward(x[rows], ready.weights, self.config.swiglu_limit)
+            finally:
+                self.meter.uses += need.wanted
+                self.meter.found += need.found
+                self.meter.disk += need.blocked
         return y if self.shared is None else y + self.shared(x)

@@ -79,7 +79,10 @@ class Daemon:
         config = loaded.checkpoint.config
         self._usage = UsageFile(usage_path(loaded.directory, settings.usage), len(config.sparse_layers), config.n_routed_experts, self._note)
         self._over = threading.Event()
-        self._telemetry = Telemetry(loaded.engine, self._usage.load())
+        history = self._usage.load()
+        self._telemetry = Telemetry(loaded.engine, history)
+        if loaded.experts is not None:
+            loaded.experts.warm(history)
         self._desk = Desk(self._finish, self._interrupt)
         self._outbox = Outbox(out, on_closed=self.stop, on_drain=lambda: self._inbox.wake(), fault=lambda: loaded.engine.faults.hit("write"))
         self._inbox = Inbox(source, self._on_frame, backlog=lambda: self._outbox.unsent_bytes)

@@ -1,0 +1,189 @@
+"""Reading experts from one or more copies of a model's files, past the page cache or through it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53serve.engine.faults import Faults
+from glm53serve.experts.memory import allocate
+from glm53serve.experts.places import PAGE, Place, Run
+from glm53serve.model.checkpoint import CheckpointError
+from glm53serve.model.errors import ModelError
+
+THREADS = 2
+"""Reads in flight for each copy: one disk gains nothing from more (a single read of some megabytes nearly fills it)."""
+SAMPLE_SECONDS = 0.15
+BUFFERED_GAIN = 1.25
+"""Reading through the page cache costs a quarter of a core; it must be this much faster to be worth it."""
+
+
+class ExpertReadError(CheckpointError):
+    """A routed expert could not be read. `tensor` is the name of the tensor whose bytes did not come."""
+
+    def __init__(self, message: str, tensor: str) -> None:
+        super().__init__(message, "io")
+        self.tensor = tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes a second of expert reads, measured; `direct` is None where the file system cannot read past the page cache."""
+
+    direct: float | None
+    buffered: float
+
+    @property
+    def prefer_direct(self) -> bool:
+        """Which of the two to use."""
+        return self.direct is not None and self.buffered < BUFFERED_GAIN * self.direct
+
+
+class ExpertFiles:
+    """The weight files of a model, open in each of its copies. `fetch` may be called from any thread."""
+
+    def __init__(self, copies: Sequence[Sequence[Path]], faults: Faults | None = None) -> None:
+        """copies: for each copy its files, in one order. Raises ModelError (io) when a file of a copy is missing or not the first copy's size."""
+        self.copies = [list(files) for files in copies]
+        self.direct = False
+        self.on_trouble: Callable[[str], None] = _silent
+        self._faults = faults or Faults()
+        self._lock = threading.Lock()
+        self._buffered = [_open_all(files, 0) for files in self.copies]
+        self._direct: list[list[int]] = []
+        self._bad: set[int] = set()
+        for files, fds in zip(self.copies[1:], self._buffered[1:], strict=True):
+            for path, fd, first in zip(files, fds, self._buffered[0], strict=True):
+                size, wanted = os.fstat(fd).st_size, os.fstat(first).st_size
+                if size != wanted:
+                    raise ModelError(f"{path}: {size} bytes, the model's own file has {wanted}: not a copy of it", "io")
+
+    def fetch(self, place: Place, buffer: NDArray[np.uint8], copy: int = 0) -> None:
+        """Read one expert into a page-aligned buffer; a copy that fails is stood in for by the others. Raises ExpertReadError."""
+        failure: ExpertReadError | None = None
+        for turn in range(len(self.copies)):
+            number = (copy + turn) % len(self.copies)
+            try:
+                for run in place.runs:
+                    self._read(number, run, buffer)
+                return
+            except ExpertReadError as error:
+                failure = failure or error
+                if len(self.copies) > 1 and number not in self._bad:
+                    self._bad.add(number)
+                    self.on_trouble(f"{error}; its reads go to another copy of the model")
+        assert failure is not None
+        raise failure
+
+    def _read(self, copy: int, run: Run, buffer: NDArray[np.uint8]) -> None:
+        fd = (self._direct if self.direct else self._buffered)[copy][run.file]
+        path = self.copies[copy][run.file]
+        view = buffer.data[run.at : run.at + run.nbytes]
+        done = 0
+        try:
+            with self._lock:
+                self._faults.hit("read")
+            while done < run.needed:
+                # after an odd number of bytes a direct read can only go on from the page's start
+                done = done // PAGE * PAGE if self.direct else done
+                count = os.preadv(fd, [view[done:]], run.offset + done)
+                if count == 0 or (self.direct and done + count < run.needed and count % PAGE):
+                    at = run.offset + done + count
+                    raise ExpertReadError(f"{path}: ends at byte {at}, within {run.tensor_at(at)}", run.tensor_at(at))
+                done += count
+        except OSError as error:
+            tensor = run.tensor_at(run.offset + done)
+            raise ExpertReadError(f"{path}: {tensor}: cannot be read ({os.strerror(error.errno or 0)})", tensor) from None
+
+    # -- direct or buffered
+
+    def open_direct(self) -> bool:
+        """Open the files a second time for reads past the page cache; False when the system or a file system has none."""
+        flag = getattr(os, "O_DIRECT", 0)
+        if flag == 0:
+            return False
+        if not self._direct:
+            try:
+                self._direct = [_open_all(files, flag) for files in self.copies]
+            except ModelError:
+                return False
+        return True
+
+    def measure(self, places: Sequence[Place], seconds: float = SAMPLE_SECONDS, rng: np.random.Generator | None = None) -> Rates:
+        """Read randomly chosen experts for `seconds` each way, with the threads of real use."""
+        rng = rng or np.random.default_rng()
+        order = [places[i] for i in rng.permutation(len(places))]
+        direct = None
+        before = self.direct
+        try:
+            # what the page cache already holds must not be put there by ourselves, so direct reads go first and the other way takes other experts
+            half = max(1, len(order) // 2)
+            if self.open_direct():
+                self.direct = True
+                try:
+                    direct = self._rate(order[:half], seconds)
+                except ExpertReadError:
+                    direct = None
+            self.direct = False
+            return Rates(direct, self._rate(order[half:] or order, seconds))
+        finally:
+            self.direct = before
+
+    def _rate(self, places: Sequence[Place], seconds: float) -> float:
+        buffers = [allocate(max(p.nbytes for p in places)) for _ in range(THREADS * len(self.copies))]
+        began = time.perf_counter()
+        items = iter(places)
+
+        def work(number: int) -> int:
+            total = 0
+            while time.perf_counter() - began < seconds:
+                with self._lock:
+                    item = next(items, None)
+                if item is None:
+                    break
+                self.fetch(item, buffers[number], number % len(self.copies))
+                total += item.nbytes
+            return total
+
+        with ThreadPoolExecutor(len(buffers)) as pool:
+            total = sum(pool.map(work, range(len(buffers))))
+        return total / (time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Close every file."""
+        for fds in (*self._buffered, *self._direct):
+            for fd in fds:
+                os.close(fd)
+        self._buffered, self._direct = [], []
+
+
+def _silent(_line: str) -> None:
+    return
+
+
+def _open_all(files: Sequence[Path], flags: int) -> list[int]:
+    fds: list[int] = []
+    try:
+        for path in files:
+            fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags))
+    except OSError as error:
+        for fd in fds:
+            os.close(fd)
+        detail = "no such file" if error.errno == errno.ENOENT else error.strerror
+        raise ModelError(f"{path}: cannot be read ({detail})", "io") from None
+    return fds
+
+
+def model_copies(directory: Path, files: Sequence[Path], mirrors: str) -> list[list[Path]]:
+    """The files of the model and of each directory in `mirrors` (separated by `;` or `,`), in the same order."""
+    names = [part.strip() for part in mirrors.replace(";", ",").split(",")]
+    return [list(files)] + [[Path(name) / path.relative_to(directory) for path in files] for name in names if name]
