@@ -100,19 +100,19 @@ class Linear:
         shift = piece.first // 2 if swiglu is not None else piece.first
         push = _push(piece.rows, self.cols, x, Target(y.buffer, y.stride, y.offset + shift, y.step), swiglu)
         buffers = [x.buffer, piece.weights, piece.scales or piece.weights, y.buffer]
-        cost = {"flops": 2.0 * bucket * piece.rows * self.cols * self.groups, "nbytes": float(piece.weights.nbytes)}
+        cost = (2.0 * bucket * piece.rows * self.cols * self.groups, float(piece.weights.nbytes))
         epilogue = {4: int(swiglu is not None)}
         if bucket <= VECTOR_ROWS:
             together = min(bucket, 4)
             constants = {2: 4, 3: together, **epilogue}
-            return Op(f"gemv_{piece.format}", constants, buffers, push, (-(-piece.rows // 4), -(-bucket // together), self.groups), **cost)
+            return Op(f"gemv_{piece.format}", constants, buffers, push, (-(-piece.rows // 4), -(-bucket // together), self.groups), *cost)
         if self.units:
             blocks = tile or unit_blocks(bucket)
             groups = (-(-piece.rows // UNITS_COLUMNS), -(-bucket // (16 * blocks)), self.groups)
-            return Op(f"gemm_coop_{piece.format}", {2: blocks, **epilogue}, buffers, push, groups, **cost, units=True, first_tile_at=FIRST_TILE_AT)
+            return Op(f"gemm_coop_{piece.format}", {2: blocks, **epilogue}, buffers, push, groups, *cost, units=True, first_tile_at=FIRST_TILE_AT)
         per_thread = tile or tile_rows(bucket, piece.rows * self.groups)
         groups = (-(-piece.rows // 64), -(-bucket // (16 * per_thread)), self.groups)
-        return Op(f"gemm_{piece.format}", {2: per_thread, **epilogue}, buffers, push, groups, **cost, first_tile_at=FIRST_TILE_AT)
+        return Op(f"gemm_{piece.format}", {2: per_thread, **epilogue}, buffers, push, groups, *cost, first_tile_at=FIRST_TILE_AT)
 
 
 def tile_rows(bucket: int, columns: int) -> int:
@@ -208,16 +208,16 @@ class ExpertMatrices:
             buffers = [x.buffer, arena.weights, arena.scales or arena.weights, y.buffer]
             epilogue = {4: int(swiglu is not None)}
             share_of = used / max(1, self.arenas[-1].last)
-            cost = {"flops": 2.0 * bucket * topk * self.rows * self.cols / len(self.arenas), "nbytes": arena.weights.nbytes * share_of}
+            cost = (2.0 * bucket * topk * self.rows * self.cols / len(self.arenas), arena.weights.nbytes * share_of)
             if bucket <= VECTOR_ROWS:
                 constants = {2: 4, 3: 1, 5: topk, **epilogue}
-                made.append(Op(f"gemv_expert_{arena.format}", constants, [*buffers, ids], push, (-(-self.rows // 4), bucket * topk, 1), **cost))
+                made.append(Op(f"gemv_expert_{arena.format}", constants, [*buffers, ids], push, (-(-self.rows // 4), bucket * topk, 1), *cost))
             else:
                 kernel, columns = ("gemm_coop", UNITS_COLUMNS) if self.units else ("gemm", 64)
                 groups, bound = (-(-self.rows // columns), most, 1), [*buffers, table, order]
                 constants = {2: per_thread, **epilogue}
                 made.append(
-                    Op(f"{kernel}_expert_{arena.format}", constants, bound, push, groups, **cost, units=self.units, first_tile_at=FIRST_TILE_AT)
+                    Op(f"{kernel}_expert_{arena.format}", constants, bound, push, groups, *cost, units=self.units, first_tile_at=FIRST_TILE_AT)
                 )
         return made
 

@@ -6,11 +6,12 @@
 #define WG 128u
 layout(local_size_x = 128) in;
 #include "common.glsl"
-#include "reduce.glsl"
 layout(set = 1, binding = 0) readonly buffer X { vec4 x4[]; };     // [rows, n Hp]
 layout(set = 1, binding = 1) readonly buffer F { vec4 fn4[]; };    // [outputs, n Hp]
 layout(set = 1, binding = 2) writeonly buffer D { float dots[]; }; // [rows, 128]
 layout(push_constant) uniform Push { uint outputs, width; } p;     // width = n Hp
+
+shared vec4 s_sum[WG];
 
 void main() {
     if (halted()) return;
@@ -25,8 +26,11 @@ void main() {
             else if (o == p.outputs) acc[j] += dot(x, x);
         }
     }
-    [[unroll]] for (uint j = 0u; j < 4u; ++j) {
-        float s = group_sum(acc[j]);
-        if (t == 0u && o0 + j <= p.outputs) dots[row * 128u + o0 + j] = s;
+    s_sum[t] = acc;
+    barrier();
+    for (uint h = WG / 2u; h > 0u; h >>= 1) {
+        if (t < h) s_sum[t] += s_sum[t + h];
+        barrier();
     }
+    if (t < 4u && o0 + t <= p.outputs) dots[row * 128u + o0 + t] = s_sum[0][t];
 }
