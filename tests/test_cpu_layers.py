@@ -172,3 +172,16 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
     model = tiny_model(seed=1)
     with pytest.raises(ValueError, match=r"the vocabulary has 0\.\.95"):
         Runner(model).head.embed(np.array([3, 96]))
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
+def test_bits_do_not_depend_on_chunks_or_company(bits: int) -> None:
+    """A row is the same to the last bit whatever it is computed with."""
+    model = tiny_model(seed=9, weight_format="bf16", expert_format="int4")
+    ids, other = random_ids(model.config, LENGTH), random_ids(model.config, LENGTH, seed=4)
+    want = Runner(model, bits).chunks(ids, LENGTH)
+    for size in (1, 5, 64):
+        np.testing.assert_array_equal(Runner(model, bits).chunks(ids, size), want)
+    mixed = Runner(model, bits)
+    got = [mixed.run([(1, i, other[i : i + 1]), (0, i, ids[i : i + 1])])[1] for i in range(LENGTH)]
+    np.testing.assert_array_equal(np.stack(got), want)

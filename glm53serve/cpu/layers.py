@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from glm53serve.cpu.dsa import DsaLayer, Pools
-from glm53serve.cpu.kda import KdaLayer
-from glm53serve.cpu.moe import DenseFfn, MoeLayer
-from glm53serve.cpu.rows import Group, row_groups
+from glm53serve.cpu.plain import PlainStack
 from glm53serve.cpu.state import SlotState
-from glm53serve.engine.seam import Batch, Halt, Halted, Meter
-from glm53serve.model import reference_math as m
+from glm53serve.cpu.threads import physical_cores
+from glm53serve.engine.seam import Batch, Halt, Meter
 from glm53serve.model.config import DSA, SHARED, SPARSE, ModelConfig
-from glm53serve.model.weights import DsaWeights, ExpertSource, HyperConnection, LayerWeights, MoeWeights
+from glm53serve.model.weights import ExpertSource, LayerWeights
+
+if TYPE_CHECKING:
+    from glm53serve.cpu.stack import CompiledStack
 
 F32 = NDArray[np.float32]
-
-
-class _Layer:
-    """One layer: its two mHC sites, its attention half and its feed-forward half."""
-
-    def __init__(self, config: ModelConfig, w: LayerWeights, experts: ExpertSource, meter: Meter, bits: int) -> None:
-        self.index = w.index
-        self.hc_attn, self.hc_ffn = w.hc_attn, w.hc_ffn
-        self.input_norm, self.post_norm = w.input_norm, w.post_norm
-        self.attention: KdaLayer | DsaLayer
-        if isinstance(w.attention, DsaWeights):
-            self.attention = DsaLayer(config, w.index, w.attention, bits)
-        else:
-            self.attention = KdaLayer(config, w.index, w.attention, bits)
-        self.ffn: DenseFfn | MoeLayer
-        if isinstance(w.ffn, MoeWeights):
-            self.ffn = MoeLayer(config, w.index, w.ffn, experts, meter, bits)
-        else:
-            self.ffn = DenseFfn(config, w.ffn, bits)
 
 
 class CpuLayers:
@@ -45,7 +26,8 @@ class CpuLayers:
 
     layer_weights(l) gives the weights of layer l, asked once each in order; experts the routed ones as they are needed. Dense matrices
     are kept in `bits` (4, 8, 16 or 32); mHC, router, norms, biases, convolution taps and b_proj stay as stored. `slots` bounds the slots
-    that may be open. Raises ValueError when the run begins with a shared indexer layer, whose selection another backend would hold.
+    that may be open; `threads` is the number of threads, 0 = all physical cores. Without Numba the layers run in NumPy and `note` is told.
+    Raises ValueError when the run begins with a shared indexer layer, whose selection another backend would hold.
     """
 
     def __init__(
@@ -57,6 +39,8 @@ class CpuLayers:
         slots: int,
         bits: int,
         progress: Callable[[int], None] | None = None,
+        threads: int = 0,
+        note: Callable[[str], None] | None = None,
     ) -> None:
         if len(layers) and config.layer_kinds[layers[0]] == DSA and config.indexer_kinds[layers[0]] == SHARED:
             raise ValueError(f"layer {layers[0]} uses the selection of layer {layers[0] - 1}: both must be on one backend")
@@ -65,15 +49,23 @@ class CpuLayers:
         self.meter = Meter()
         self.slots = slots
         self.experts = experts
-        self._layers: list[_Layer] = []
-        for index in layers:
-            self._layers.append(_Layer(config, layer_weights(index), experts, self.meter, bits))
-            if progress is not None:
-                progress(index)
         self._sparse = {l: n for n, l in enumerate(i for i in layers if config.mlp_kinds[i] == SPARSE)}
         self._open: dict[int, SlotState] = {}
         self._uses: dict[int, NDArray[np.uint32]] = {}
         self._snapshot: F32 | None = None
+        self._stack: PlainStack | CompiledStack
+        try:
+            from glm53serve.cpu.stack import CompiledStack
+        except ImportError as missing:
+            if note is not None:
+                note(f"compiled kernels are not to be had ({missing}); NumPy computes, slowly")
+            self._stack = PlainStack(config, experts, self.meter, bits, self._count)
+        else:
+            self._stack = CompiledStack(config, layers, experts, self.meter, bits, threads or physical_cores(), self._count)
+        for index in layers:
+            self._stack.append(layer_weights(index))
+            if progress is not None:
+                progress(index)
 
     # --- slots -------------------------------------------------------------------------------------------------------------------
 
@@ -81,7 +73,8 @@ class CpuLayers:
         """Make room for `capacity` positions of a slot and empty it. DSA rows are allocated as they come."""
         if not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot}: there are slots 0..{self.slots - 1}")
-        self._open[slot] = SlotState(self.config, self.layers, capacity)
+        self._open[slot] = SlotState(self.config, self.layers, capacity, self._stack.multiple)
+        self._stack.open(slot, self._open[slot])
         self._uses[slot] = np.zeros((len(self._sparse), self.config.n_routed_experts), np.uint32)
 
     def reset_slot(self, slot: int) -> None:
@@ -130,7 +123,7 @@ class CpuLayers:
 
     def close(self) -> None:
         """Release weights, slots and the snapshot buffer."""
-        self._layers.clear()
+        self._stack.close()
         self._open.clear()
         self._uses.clear()
         self._snapshot = None
@@ -139,56 +132,7 @@ class CpuLayers:
 
     def forward(self, streams: F32, batch: Batch, halt: Halt) -> F32:
         """Run all layers over streams [rows, hc_mult, H], overwritten and returned (see the seam). Raises Halted."""
-        groups = row_groups(batch)
-        chosen: list[list[Pools]] = [[] for _ in groups]
-        for number, layer in enumerate(self._layers):
-            if number and halt():
-                raise Halted(layer.index)
-            start = time.perf_counter()
-            for n, group in enumerate(groups):
-                if n and halt():
-                    raise Halted(layer.index)
-                chosen[n] = self._attend(layer, streams, group, chosen[n])
-            middle = time.perf_counter()
-            self.meter.attention += middle - start
-            if halt():
-                raise Halted(layer.index)
-            disk = self.meter.disk
-            self._feed_forward(layer, streams, batch, groups, halt)
-            self.meter.experts += time.perf_counter() - middle - (self.meter.disk - disk)
-        return streams
-
-    def _attend(self, layer: _Layer, streams: F32, group: Group, chosen: list[Pools]) -> list[Pools]:
-        rows = streams[group.first : group.first + group.count]
-        post, mix, x = self._collapse(rows, layer.hc_attn, layer.input_norm)
-        if isinstance(layer.attention, DsaLayer):
-            y, chosen = layer.attention(x, group.pieces, self._open, chosen)
-        else:
-            y = layer.attention(x, group.pieces, self._open)
-        rows[:] = m.hc_expand(rows, post, mix, y)
-        return chosen
-
-    def _feed_forward(self, layer: _Layer, streams: F32, batch: Batch, groups: list[Group], halt: Halt) -> None:
-        if isinstance(layer.ffn, DenseFfn):
-            for n, group in enumerate(groups):
-                if n and halt():
-                    raise Halted(layer.index)
-                rows = streams[group.first : group.first + group.count]
-                post, mix, x = self._collapse(rows, layer.hc_ffn, layer.post_norm)
-                rows[:] = m.hc_expand(rows, post, mix, layer.ffn(x))
-            return
-        collapsed = []
-        for n, group in enumerate(groups):
-            if n and halt():
-                raise Halted(layer.index)
-            post, mix, x = self._collapse(streams[group.first : group.first + group.count], layer.hc_ffn, layer.post_norm)
-            collapsed.append((post, mix, x, *layer.ffn.route(x)))
-        post, mix, x, chosen, weights = (np.concatenate(parts) for parts in zip(*collapsed, strict=True))
-        self._count(layer.index, batch, chosen)
-        y = layer.ffn(x, chosen, weights, halt)
-        for group in groups:
-            part = slice(group.first, group.first + group.count)
-            streams[part] = m.hc_expand(streams[part], post[part], mix[part], y[part])
+        return self._stack.forward(streams, batch, self._open, halt)
 
     def _count(self, index: int, batch: Batch, chosen: NDArray[np.int64]) -> None:
         first = 0
@@ -196,9 +140,3 @@ class CpuLayers:
             used = chosen[first : first + span.count]
             self._uses[span.slot][self._sparse[index]] += np.bincount(used.ravel(), minlength=self.config.n_routed_experts).astype(np.uint32)
             first += span.count
-
-    def _collapse(self, streams: F32, site: HyperConnection, norm: F32) -> tuple[F32, F32, F32]:
-        """mHC site and norm: streams [rows, n, H] -> post [rows, n], mix [rows, n, n], normalised input [rows, H]."""
-        c = self.config
-        post, mix, x = m.hc_collapse(streams, site.fn, site.base, site.scale, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters)
-        return post, mix, m.rms(x, norm, c.rms_norm_eps)

@@ -21,11 +21,11 @@ class DsaRows:
     Rows past the positions computed so far are garbage.
     """
 
-    def __init__(self, config: ModelConfig, capacity: int, indexed: bool) -> None:
+    def __init__(self, config: ModelConfig, capacity: int, indexed: bool, multiple: int = 1) -> None:
         self.capacity = capacity
         self.kpool = config.index_kpool
-        self.latents: F32 = np.empty((0, config.kv_lora_rank), np.float32)
-        self.pool_keys: F32 = np.empty((0, config.index_head_dim), np.float32)
+        self.latents: F32 = np.empty((0, padded(config.kv_lora_rank, multiple)), np.float32)
+        self.pool_keys: F32 = np.empty((0, padded(config.index_head_dim, multiple)), np.float32)
         self.indexed = indexed
 
     def reserve(self, rows: int, keep: int) -> None:
@@ -45,6 +45,11 @@ class DsaRows:
         return self.latents.nbytes + self.pool_keys.nbytes
 
 
+def padded(size: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-size // multiple) * multiple
+
+
 def _grown(old: F32, rows: int, keep: int) -> F32:
     new = np.empty((rows, old.shape[1]), np.float32)
     new[:keep] = old[:keep]
@@ -58,14 +63,15 @@ class SlotState:
       kda[l]     float32 [heads, d, d], the recurrence's state S
       windows[l] float32 [K-1, 3P], raw q|k|v rows before the convolution, oldest first
       raw[l]     float32 [2, kpool-1, index_head_dim], raw keys and gates of the incomplete pool, in token order
-    dsa[l] are the rows that only grow.
+    dsa[l] are the rows that only grow. Every width (d, each head's share of P, r, index_head_dim) is rounded up to `multiple`, the rest
+    stays zero.
     """
 
-    def __init__(self, config: ModelConfig, layers: range, capacity: int) -> None:
-        heads, d = config.kda_heads, config.kda_head_dim
+    def __init__(self, config: ModelConfig, layers: range, capacity: int, multiple: int = 1) -> None:
+        heads, d = config.kda_heads, padded(config.kda_head_dim, multiple)
         kda_shape = (heads, d, d)
-        window_shape = (config.conv_width - 1, 3 * config.kda_width)
-        raw_shape = (2, config.index_kpool - 1, config.index_head_dim)
+        window_shape = (config.conv_width - 1, 3 * heads * d)
+        raw_shape = (2, config.index_kpool - 1, padded(config.index_head_dim, multiple))
         kda_layers = [i for i in layers if config.layer_kinds[i] == KDA]
         dsa_layers = [i for i in layers if config.layer_kinds[i] != KDA]
         full_layers = [i for i in dsa_layers if config.indexer_kinds[i] == FULL]
@@ -80,7 +86,7 @@ class SlotState:
             for index in indices:
                 views[index] = self.flat[used : used + size].reshape(shape)
                 used += size
-        self.dsa = {i: DsaRows(config, capacity, i in self.raw) for i in dsa_layers}
+        self.dsa = {i: DsaRows(config, capacity, i in self.raw, multiple) for i in dsa_layers}
 
     def reset(self) -> None:
         """Empty the slot; DSA rows are bounded by positions and stay as they are."""

@@ -1,0 +1,1 @@
+"""Compiled kernels. Importing any module of this package imports Numba; do it only when the kernels are about to run."""

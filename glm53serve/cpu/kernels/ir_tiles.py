@@ -1,0 +1,435 @@
+"""Register tiles of the matrix products, generated as LLVM IR.
+
+A float tile computes y[m, n] = sum over k of x[m, k] * W[n, k] for M rows of x and N rows of W, with one vector accumulator for each pair
+that runs through k in order and is folded once at the end. The sum's order depends on LANES alone, so every tile shape gives a row the
+same bits.
+
+An integer tile (int4 weights times int8 activations, 64 columns a scale) sums each group of 64 products exactly in int32 and then the
+groups in order in float32: every tile shape and every instruction set gives the same bits.
+
+Activations meet int4 weights in the order in which the nibbles lie: of each 64 columns first the even ones, then the odd ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from llvmlite.ir import Value
+from numba import types
+from numba.extending import intrinsic
+
+from glm53serve.cpu.kernels.simd import F32, I8, I16, I32, I64, VF, VI, constant, fma, hsum, load, shuffle, splat, store
+from glm53serve.cpu.kernels.simd import call as call_intrinsic
+from glm53serve.cpu.kernels.target import HAS_AVX2, HAS_VNNI, LANES
+
+F32_, BF16, INT8, FP8, INT4, INT4_Q8 = range(6)
+"""Kinds of product: weights as named times float32 activations, INT4_Q8 times int8 ones."""
+FLOAT_TILES = ((6, 4), (4, 4), (2, 8), (1, 8)) if LANES == 16 else ((6, 2), (4, 2), (2, 4), (1, 8))
+"""(M, N) of the float tiles for M = 6, 4, 2, 1."""
+PANEL = 16
+"""Rows of W packed side by side for products with many rows."""
+PANEL_ROWS = 8 if LANES == 16 else 4
+"""Rows of x in the widest integer tile."""
+
+V16I = ir.VectorType(I32, 16)
+V64B = ir.VectorType(I8, 64)
+V32B = ir.VectorType(I8, 32)
+V16F = ir.VectorType(F32, 16)
+V8I = ir.VectorType(I32, 8)
+V8F = ir.VectorType(F32, 8)
+
+
+def _i(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
+
+
+def _loop(b: ir.IRBuilder, count: Value, carried: list[Value], body: Callable[[Value, list[Value]], list[Value]]) -> list[Value]:
+    """for i in range(count): carried = body(i, carried). Returns what is carried at the end."""
+    before = b.block
+    head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
+    b.branch(head)
+    b.position_at_end(head)
+    i = b.phi(I64)
+    i.add_incoming(_i(0), before)
+    phis = []
+    for value in carried:
+        phi = b.phi(value.type)
+        phi.add_incoming(value, before)
+        phis.append(phi)
+    b.cbranch(b.icmp_signed("<", i, count), inside, after)
+    b.position_at_end(inside)
+    new = body(i, phis)
+    i.add_incoming(b.add(i, _i(1)), b.block)
+    for phi, value in zip(phis, new, strict=True):
+        phi.add_incoming(value, b.block)
+    b.branch(head)
+    b.position_at_end(after)
+    return phis
+
+
+def _function(module: ir.Module, name: str, arguments: int, body: Callable[..., None]) -> ir.Function:
+    """The module's own function of that name, built at first use: int64 arguments, no result."""
+    if name in module.globals:
+        return module.globals[name]
+    fn = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * arguments), name)
+    fn.linkage = "internal"
+    b = ir.IRBuilder(fn.append_basic_block("entry"))
+    body(b, *fn.args)
+    b.ret_void()
+    return fn
+
+
+# --- float tiles -----------------------------------------------------------------------------------------------------------------
+
+
+def _weights(b: ir.IRBuilder, kind: int, row: Value, group: Value, j: int, scale: Value | None) -> Value:
+    """LANES float32 weights: columns j * LANES .. of a group of 64, of the row of W at address `row`."""
+    at = j * LANES
+    if kind == F32_:
+        return load(b, b.add(row, b.add(b.mul(group, _i(256)), _i(4 * at))), VF)
+    if kind == BF16:
+        half = load(b, b.add(row, b.add(b.mul(group, _i(128)), _i(2 * at))), ir.VectorType(I16, LANES))
+        return b.bitcast(b.shl(b.zext(half, VI), constant(VI, 16)), VF)
+    if kind == INT8:
+        byte = load(b, b.add(row, b.add(b.mul(group, _i(64)), _i(at))), ir.VectorType(I8, LANES))
+        return b.sitofp(b.sext(byte, VI), VF)
+    assert scale is not None
+    if kind == FP8:
+        byte = load(b, b.add(row, b.add(b.mul(group, _i(64)), _i(at))), ir.VectorType(I8, LANES))
+        return b.fmul(_e4m3(b, b.zext(byte, VI)), scale)
+    byte = load(b, b.add(row, b.add(b.mul(group, _i(32)), _i(at % 32))), ir.VectorType(I8, LANES))
+    nibble = b.and_(byte, constant(byte.type, 15)) if at < 32 else b.lshr(byte, constant(byte.type, 4))
+    level = b.fsub(b.sitofp(b.zext(nibble, VI), VF), constant(VF, 8.0))
+    return b.fmul(level, scale)
+
+
+def _e4m3(b: ir.IRBuilder, byte: Value) -> Value:
+    """e4m3 bytes in int32 lanes to float32: exponent and mantissa moved into place, subnormals (exponent 0) by 2x - 2^-6, NaN kept."""
+    magnitude = b.and_(byte, constant(VI, 0x7F))
+    normal = b.bitcast(b.add(b.shl(magnitude, constant(VI, 20)), constant(VI, 120 << 23)), VF)
+    subnormal = b.fsub(b.fadd(normal, normal), constant(VF, 2.0**-6))
+    value = b.select(b.icmp_signed("<", magnitude, constant(VI, 8)), subnormal, normal)
+    value = b.select(b.icmp_signed("==", magnitude, constant(VI, 0x7F)), constant(VF, float("nan")), value)
+    sign = b.shl(b.and_(byte, constant(VI, 0x80)), constant(VI, 24))
+    return b.bitcast(b.or_(b.bitcast(value, VI), sign), VF)
+
+
+def _float_tile(kind: int, rows: int, width: int) -> Callable[..., None]:
+    def body(b: ir.IRBuilder, w: Value, ws: Value, s: Value, ss: Value, x: Value, xs: Value, groups: Value, y: Value, ys: Value) -> None:
+        w_rows = [b.add(w, b.mul(ws, _i(n))) for n in range(width)]
+        x_rows = [b.add(x, b.mul(xs, _i(m))) for m in range(rows)]
+        s_rows = [b.add(s, b.mul(ss, _i(n))) for n in range(width)]
+
+        def group_scales(group: Value) -> list[Value | None]:
+            if kind == INT4:
+                return [splat(b, load(b, b.add(row, b.mul(group, _i(4))), F32), LANES) for row in s_rows]
+            if kind == FP8:
+                block = b.mul(b.lshr(group, _i(1)), _i(4))
+                return [splat(b, load(b, b.add(s, block), F32), LANES)] * width
+            return [None] * width
+
+        def step(group: Value, sums: list[Value]) -> list[Value]:
+            sums = list(sums)
+            scales = group_scales(group)
+            x_at = b.mul(group, _i(256))
+            for j in range(64 // LANES):
+                weights = [_weights(b, kind, w_rows[n], group, j, scales[n]) for n in range(width)]
+                for m in range(rows):
+                    lane = load(b, b.add(x_rows[m], b.add(x_at, _i(4 * j * LANES))), VF)
+                    for n in range(width):
+                        sums[m * width + n] = fma(b, lane, weights[n], sums[m * width + n])
+            return sums
+
+        sums = _loop(b, groups, [constant(VF, 0.0)] * (rows * width), step)
+        for m in range(rows):
+            for n in range(width):
+                value = hsum(b, sums[m * width + n])
+                if kind == INT8:
+                    value = b.fmul(value, load(b, s_rows[n], F32))
+                store(b, value, b.add(y, b.add(b.mul(ys, _i(m)), _i(4 * n))))
+
+    return body
+
+
+def _float_dispatch(b: ir.IRBuilder, kind: Value, rows: Value, wide: Value, args: list[Value]) -> None:
+    """Call the tile of that kind, M = rows, N = its full width when `wide` is 1, else 1."""
+    end = b.append_basic_block("done")
+    code = b.add(b.mul(kind, _i(16)), b.add(b.mul(rows, _i(2)), wide))
+    switch = b.switch(code, end)
+    for k in range(5):
+        for m, n in FLOAT_TILES:
+            for wide_case in (0, 1):
+                fn = _function(b.module, f"tile_{k}_{m}_{wide_case}", 9, _float_tile(k, m, n if wide_case else 1))
+                block = b.append_basic_block("case")
+                switch.add_case(_i(k * 16 + m * 2 + wide_case), block)
+                b.position_at_end(block)
+                b.call(fn, args)
+                b.branch(end)
+    b.position_at_end(end)
+
+
+@intrinsic
+def float_tile(typing, kind, rows, wide, w, ws, s, ss, x, xs, groups, y, ys):
+    """A float tile: kind, M in (6, 4, 2, 1), 1 for full width or 0 for one row of W, then W, its row stride, scales, their row stride, x,
+    its row stride, groups of 64 columns, y, its row stride; strides in bytes. An FP8 tile must lie within one block of 128 rows, its
+    scale address is that block's row."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        _float_dispatch(b, args[0], args[1], args[2], list(args[3:]))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 12), codegen
+
+
+# --- integer tiles ---------------------------------------------------------------------------------------------------------------
+
+
+def _dot4(b: ir.IRBuilder, acc: Value, unsigned: Value, signed: Value) -> Value:
+    """acc + sums of four byte products, lane by lane: acc of 8 or 16 int32, the bytes four times as many. Nibbles times int8."""
+    lanes = acc.type.count
+    if HAS_VNNI:
+        words = ir.VectorType(I32, lanes)
+        return call_intrinsic(b, f"llvm.x86.avx512.vpdpbusd.{lanes * 32}", words, [acc, b.bitcast(unsigned, words), b.bitcast(signed, words)])
+    if lanes == 16:
+        low, high = list(range(32)), list(range(32, 64))
+        halves = [
+            _dot4(b, shuffle(b, acc, None, a), shuffle(b, unsigned, None, c), shuffle(b, signed, None, c))
+            for a, c in ((list(range(8)), low), (list(range(8, 16)), high))
+        ]
+        return shuffle(b, halves[0], halves[1], list(range(16)))
+    return b.add(acc, _pairs(b, _products(b, unsigned, signed)))
+
+
+def _products(b: ir.IRBuilder, unsigned: Value, signed: Value) -> Value:
+    """32 nibble bytes times 32 int8, neighbours added: 16 int16."""
+    v16 = ir.VectorType(I16, 16)
+    if HAS_AVX2:
+        return call_intrinsic(b, "llvm.x86.avx2.pmadd.ub.sw", v16, [unsigned, signed])
+    v32 = ir.VectorType(I16, 32)
+    product = b.mul(b.zext(unsigned, v32), b.sext(signed, v32))
+    return b.add(shuffle(b, product, None, list(range(0, 32, 2))), shuffle(b, product, None, list(range(1, 32, 2))))
+
+
+def _pairs(b: ir.IRBuilder, words: Value) -> Value:
+    """16 int16, neighbours added: 8 int32."""
+    if HAS_AVX2:
+        return call_intrinsic(b, "llvm.x86.avx2.pmadd.wd", V8I, [words, constant(words.type, 1)])
+    wide = b.sext(words, V16I)
+    return b.add(shuffle(b, wide, None, list(range(0, 16, 2))), shuffle(b, wide, None, list(range(1, 16, 2))))
+
+
+def _nibbles(b: ir.IRBuilder, address: Value) -> tuple[Value, Value]:
+    packed = load(b, address, V32B)
+    return b.and_(packed, constant(V32B, 15)), b.lshr(packed, constant(V32B, 4))
+
+
+def _fold_eight(b: ir.IRBuilder, v: list[Value]) -> Value:
+    """Lane sums of eight vectors of 8 int32 as one vector."""
+    low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
+    v = [b.add(shuffle(b, p, q, low), shuffle(b, p, q, high)) for p, q in zip(v[0::2], v[1::2], strict=True)]
+    low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+    v = [b.add(shuffle(b, p, q, low), shuffle(b, p, q, high)) for p, q in zip(v[0::2], v[1::2], strict=True)]
+    return b.add(shuffle(b, v[0], v[1], [0, 1, 2, 3, 8, 9, 10, 11]), shuffle(b, v[0], v[1], [4, 5, 6, 7, 12, 13, 14, 15]))
+
+
+def _add_group(b: ir.IRBuilder, total: Value, dots: Value, offset: Value, w_scale: Value, x_scale: Value) -> Value:
+    """total + (dots - offset) * (w_scale * x_scale): one group's share. The levels were 8 too high, offset = 8 * sum of the activations."""
+    lanes = dots.type.count
+    exact = b.sitofp(b.sub(dots, splat(b, offset, lanes)), total.type)
+    return fma(b, exact, b.fmul(w_scale, splat(b, x_scale, lanes)), total)
+
+
+def _rows_tile(rows: int, width: int) -> Callable[..., None]:
+    """M rows of x times `width` (8 or 1) rows of W where they lie."""
+
+    def body(
+        b: ir.IRBuilder, w: Value, ws: Value, s: Value, ss: Value, x: Value, xs: Value, q: Value, o: Value, qs: Value, groups: Value, y: Value, ys: Value
+    ) -> None:
+        w_rows = [b.add(w, b.mul(ws, _i(n))) for n in range(width)]
+        s_rows = [b.add(s, b.mul(ss, _i(n))) for n in range(width)]
+        x_rows = [b.add(x, b.mul(xs, _i(m))) for m in range(rows)]
+        q_rows = [b.mul(qs, _i(m)) for m in range(rows)]
+
+        def step(group: Value, totals: list[Value]) -> list[Value]:
+            at = b.mul(group, _i(4))
+            halves = [_nibbles(b, b.add(row, b.mul(group, _i(32)))) for row in w_rows]
+            scale = ir.Constant(ir.VectorType(F32, width), ir.Undefined)
+            for n, row in enumerate(s_rows):
+                scale = b.insert_element(scale, load(b, b.add(row, at), F32), ir.Constant(I32, n))
+            result = []
+            for m in range(rows):
+                x_at = b.add(x_rows[m], b.mul(group, _i(64)))
+                x_low, x_high = load(b, x_at, V32B), load(b, b.add(x_at, _i(32)), V32B)
+                dots = [_dot4(b, _dot4(b, constant(V8I, 0), low, x_low), high, x_high) for low, high in halves]
+                folded = _fold_eight(b, dots) if width == 8 else _fold_one(b, dots[0])
+                offset = load(b, b.add(b.add(o, q_rows[m]), at), I32)
+                x_scale = load(b, b.add(b.add(q, q_rows[m]), at), F32)
+                result.append(_add_group(b, totals[m], folded, offset, scale, x_scale))
+            return result
+
+        totals = _loop(b, groups, [constant(ir.VectorType(F32, width), 0.0)] * rows, step)
+        for m in range(rows):
+            store(b, totals[m], b.add(y, b.mul(ys, _i(m))))
+
+    return body
+
+
+def _fold_one(b: ir.IRBuilder, v: Value) -> Value:
+    width = 8
+    while width > 1:
+        width //= 2
+        v = b.add(shuffle(b, v, None, list(range(width))), shuffle(b, v, None, list(range(width, 2 * width))))
+    return v
+
+
+ROWS_TILES = (4, 2, 1)
+
+
+@intrinsic
+def rows_tile(typing, rows, wide, w, ws, s, ss, x, xs, q, o, qs, groups, y, ys):
+    """An integer tile of rows where they lie: M in (4, 2, 1), 1 for eight rows of W or 0 for one, then W, its row stride, scales, their row
+    stride, int8 x, its row stride, scales of x, offsets of x, their row stride, groups, y, its row stride; strides in bytes."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        end = b.append_basic_block("done")
+        switch = b.switch(b.add(b.mul(args[0], _i(2)), args[1]), end)
+        for m in ROWS_TILES:
+            for wide_case in (0, 1):
+                fn = _function(b.module, f"rows_{m}_{wide_case}", 12, _rows_tile(m, 8 if wide_case else 1))
+                block = b.append_basic_block("case")
+                switch.add_case(_i(m * 2 + wide_case), block)
+                b.position_at_end(block)
+                b.call(fn, list(args[2:]))
+                b.branch(end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 14), codegen
+
+
+def _transpose(b: ir.IRBuilder, rows: list[Value]) -> list[Value]:
+    """16 vectors of 16 lanes transposed: swap ever larger blocks."""
+    size = 1
+    while size < 16:
+        new = list(rows)
+        for i in range(16):
+            if i & size:
+                continue
+            p, q = rows[i], rows[i + size]
+            low = [j if not j & size else 16 + (j - size) for j in range(16)]
+            high = [j + size if not j & size else 16 + j for j in range(16)]
+            new[i], new[i + size] = shuffle(b, p, q, low), shuffle(b, p, q, high)
+        rows = new
+        size *= 2
+    return rows
+
+
+def _pack_panel(b: ir.IRBuilder, w: Value, ws: Value, s: Value, ss: Value, groups: Value, out: Value, scales: Value) -> None:
+    """16 rows of W to nibble bytes [groups, 16 fours of columns, 16 rows, 4] and scales [groups, 16]."""
+    w_rows = [b.add(w, b.mul(ws, _i(n))) for n in range(PANEL)]
+
+    def step(group: Value, nothing: list[Value]) -> list[Value]:
+        words = []
+        for row in w_rows:
+            low, high = _nibbles(b, b.add(row, b.mul(group, _i(32))))
+            words.append(b.bitcast(shuffle(b, low, high, list(range(64))), V16I))
+        at = b.add(out, b.mul(group, _i(1024)))
+        for k, value in enumerate(_transpose(b, words)):
+            store(b, value, b.add(at, _i(64 * k)))
+        for n in range(PANEL):
+            scale = load(b, b.add(b.add(s, b.mul(ss, _i(n))), b.mul(group, _i(4))), F32)
+            store(b, scale, b.add(scales, b.add(b.mul(group, _i(64)), _i(4 * n))))
+        return []
+
+    _loop(b, groups, [], step)
+
+
+@intrinsic
+def pack_panel(typing, w, ws, s, ss, groups, out, scales):
+    """Unpack 16 rows of an int4 W for `panel_tile`: bytes [groups, 16, 16, 4] at out, float32 scales [groups, 16]."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        b.call(_function(b.module, "pack_panel", 7, _pack_panel), list(args))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), codegen
+
+
+def _panel_tile(rows: int) -> Callable[..., None]:
+    """M rows of x times a packed panel."""
+
+    def body(b: ir.IRBuilder, p: Value, s: Value, x: Value, xs: Value, q: Value, o: Value, qs: Value, groups: Value, y: Value, ys: Value) -> None:
+        x_rows = [b.add(x, b.mul(xs, _i(m))) for m in range(rows)]
+        q_rows = [b.mul(qs, _i(m)) for m in range(rows)]
+
+        def step(group: Value, totals: list[Value]) -> list[Value]:
+            at = b.mul(group, _i(4))
+            x_at = [b.add(row, b.mul(group, _i(64))) for row in x_rows]
+            p_at = b.add(p, b.mul(group, _i(1024)))
+            if HAS_AVX2 and not HAS_VNNI:
+                dots = _panel_dots_16(b, p_at, x_at)
+            else:
+                dots = [constant(V16I, 0)] * rows
+                for k in range(16):
+                    weights = load(b, b.add(p_at, _i(64 * k)), V64B)
+                    for m in range(rows):
+                        four = b.bitcast(splat(b, load(b, b.add(x_at[m], _i(4 * k)), I32), 16), V64B)
+                        dots[m] = _dot4(b, dots[m], weights, four)
+            scale = load(b, b.add(s, b.mul(group, _i(64))), V16F)
+            result = []
+            for m in range(rows):
+                offset = load(b, b.add(b.add(o, q_rows[m]), at), I32)
+                x_scale = load(b, b.add(b.add(q, q_rows[m]), at), F32)
+                result.append(_add_group(b, totals[m], dots[m], offset, scale, x_scale))
+            return result
+
+        totals = _loop(b, groups, [constant(V16F, 0.0)] * rows, step)
+        for m in range(rows):
+            store(b, totals[m], b.add(y, b.mul(ys, _i(m))))
+
+    return body
+
+
+def _panel_dots_16(b: ir.IRBuilder, panel: Value, x_at: list[Value]) -> list[Value]:
+    """The group's dots with int16 sums of eight products each (at most 8 * 2 * 15 * 127 < 2^15) before they widen."""
+    v16 = ir.VectorType(I16, 16)
+    rows = len(x_at)
+    halves: list[list[Value]] = []
+    for half in range(2):
+        dots = [constant(V8I, 0)] * rows
+        for first in (0, 8):
+            sums = [constant(v16, 0)] * rows
+            for k in range(first, first + 8):
+                weights = load(b, b.add(panel, _i(64 * k + 32 * half)), V32B)
+                for m in range(rows):
+                    four = b.bitcast(splat(b, load(b, b.add(x_at[m], _i(4 * k)), I32), 8), V32B)
+                    sums[m] = b.add(sums[m], _products(b, weights, four))
+            dots = [b.add(dot, _pairs(b, words)) for dot, words in zip(dots, sums, strict=True)]
+        halves.append(dots)
+    return [shuffle(b, low, high, list(range(16))) for low, high in zip(*halves, strict=True)]
+
+
+PANEL_TILES = (8, 4, 2, 1) if PANEL_ROWS == 8 else (4, 2, 1)
+
+
+@intrinsic
+def panel_tile(typing, rows, p, s, x, xs, q, o, qs, groups, y, ys):
+    """An integer tile of a packed panel: M in PANEL_TILES, panel, its scales, int8 x, its row stride, scales of x, offsets of x, their row
+    stride, groups, y, its row stride; strides in bytes."""
+
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        end = b.append_basic_block("done")
+        switch = b.switch(args[0], end)
+        for m in PANEL_TILES:
+            fn = _function(b.module, f"panel_{m}", 10, _panel_tile(m))
+            block = b.append_basic_block("case")
+            switch.add_case(_i(m), block)
+            b.position_at_end(block)
+            b.call(fn, list(args[1:]))
+            b.branch(end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11), codegen

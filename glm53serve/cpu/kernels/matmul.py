@@ -1,0 +1,193 @@
+"""Products with stored matrices: y = x @ W.T for any number of rows, one kernel for all formats and row counts.
+
+A product is described by int64 fields (see `FIELDS`). W may be a stack of heads, each with its own part of x and of y.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cfunc, njit
+
+from glm53serve.cpu.kernels import simd as s
+from glm53serve.cpu.kernels.ir_tiles import FP8, INT4_Q8, PANEL, PANEL_ROWS, float_tile, pack_panel, panel_tile, rows_tile
+from glm53serve.cpu.kernels.target import LANES
+from glm53serve.cpu.kernels.team import KERNEL
+
+FIELDS = (
+    "product",  # address of the kernel `product`
+    "count",  # address of the number of rows of x
+    "kind",
+    "w",
+    "w_stride",  # bytes a row
+    "scale",
+    "scale_stride",
+    "n",  # rows of W, of each head
+    "groups",  # columns / 64
+    "x_at",  # address of the first row's number in x
+    "x",
+    "x_stride",
+    "x_scale",  # INT4_Q8: float32 a group
+    "x_offset",  # INT4_Q8: int32 a group, 8 * sum
+    "x_scale_stride",
+    "y_at",
+    "y",
+    "y_stride",
+    "heads",
+    "w_head",  # bytes from head to head
+    "scale_head",
+    "x_head",
+    "x_scale_head",
+    "y_head",
+)
+_PRODUCT, _COUNT, _KIND, _W, _WS, _S, _SS, _N, _G, _XAT, _X, _XS, _Q, _O, _QS, _YAT, _Y, _YS, _H, _WH, _SH, _XH, _QH, _YH = (8 * i for i in range(len(FIELDS)))
+
+TILE = 16
+_PACK_FROM = 8
+_BLOCK_BYTES = 1 << 19
+_FLOAT_WIDE = 4 if LANES == 16 else 2
+
+
+@njit(inline="always")
+def _floats(kind, w, ws, sc, ss, first, last, groups, x, xs, rows, y, ys):
+    """Rows first..last-1 of W in a float format times all rows of x, in blocks of rows of x that stay in the cache."""
+    block = max(6, _BLOCK_BYTES // xs // 6 * 6)
+    for m0 in range(0, rows, block):
+        m1 = min(rows, m0 + block)
+        n = first
+        while n < last:
+            m = m0
+            step = 8
+            if last - n < 8:
+                step = 1
+            while m < m1:
+                left = m1 - m
+                if left >= 6:
+                    tile = 6
+                elif left >= 4:
+                    tile = 4
+                elif left >= 2:
+                    tile = 2
+                else:
+                    tile = 1
+                width = 1
+                wide = 0
+                if step == 8:
+                    wide = 1
+                    width = 8
+                    if tile >= 4:
+                        width = _FLOAT_WIDE
+                    elif tile == 2:
+                        width = 2 * _FLOAT_WIDE
+                for i in range(n, n + step, width):
+                    scale = sc + i * ss
+                    if kind == FP8:
+                        scale = sc + (i >> 7) * ss
+                    float_tile(kind, tile, wide, w + i * ws, ws, scale, ss, x + m * xs, xs, groups, y + m * ys + 4 * i, ys)
+                m += tile
+            n += step
+
+
+@njit(inline="always")
+def _integers(w, ws, sc, ss, first, last, groups, x, xs, q, o, qs, rows, y, ys):
+    """Rows first..last-1 of an int4 W times int8 x: where they lie for few rows, through unpacked panels for many."""
+    n = first
+    if rows >= _PACK_FROM and last - first >= PANEL:
+        packed = np.empty(groups * 1024 + groups * 64 + 64, np.uint8)
+        panel = (packed.ctypes.data + 63) & -64
+        scales = panel + groups * 1024
+        while n + PANEL <= last:
+            pack_panel(w + n * ws, ws, sc + n * ss, ss, groups, panel, scales)
+            m = 0
+            while m < rows:
+                tile = PANEL_ROWS
+                while tile > rows - m:
+                    tile //= 2
+                panel_tile(tile, panel, scales, x + m * xs, xs, q + m * qs, o + m * qs, qs, groups, y + m * ys + 4 * n, ys)
+                m += tile
+            n += PANEL
+        s.keep(packed)
+    while n < last:
+        step = 8
+        wide = 1
+        if last - n < 8:
+            step = 1
+            wide = 0
+        m = 0
+        while m < rows:
+            tile = 4
+            while tile > rows - m:
+                tile //= 2
+            rows_tile(tile, wide, w + n * ws, ws, sc + n * ss, ss, x + m * xs, xs, q + m * qs, o + m * qs, qs, groups, y + m * ys + 4 * n, ys)
+            m += tile
+        n += step
+
+
+CALL_FIELDS = ("kind", "w", "w_stride", "scale", "scale_stride", "first", "last", "groups", "x", "x_stride", "q", "o", "q_stride", "rows", "y", "y_stride")
+"""Arguments of `product`: rows first..last-1 of W, x with its forms, y; strides in bytes."""
+CALL_WORDS = len(CALL_FIELDS)
+
+
+@cfunc(KERNEL, nopython=True, cache=True, error_model="numpy")
+def product(a, chunk, chunks):
+    """y[:, first:last] = x @ W[first:last].T. Called by address, so that the tiles are compiled once."""
+    kind, w, ws, sc, ss = s.ldi(a), s.ldi(a + 8), s.ldi(a + 16), s.ldi(a + 24), s.ldi(a + 32)
+    first, last, groups, x, xs = s.ldi(a + 40), s.ldi(a + 48), s.ldi(a + 56), s.ldi(a + 64), s.ldi(a + 72)
+    q, o, qs, rows, y, ys = s.ldi(a + 80), s.ldi(a + 88), s.ldi(a + 96), s.ldi(a + 104), s.ldi(a + 112), s.ldi(a + 120)
+    if kind == INT4_Q8:
+        _integers(w, ws, sc, ss, first, last, groups, x, xs, q, o, qs, rows, y, ys)
+    else:
+        _floats(kind, w, ws, sc, ss, first, last, groups, x, xs, rows, y, ys)
+
+
+@njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True, error_model="numpy")
+def set_weights(call, kind, w, ws, sc, ss, first, last, groups):
+    """Fill the first half of `product`'s arguments."""
+    s.sti(call, kind)
+    s.sti(call + 8, w)
+    s.sti(call + 16, ws)
+    s.sti(call + 24, sc)
+    s.sti(call + 32, ss)
+    s.sti(call + 40, first)
+    s.sti(call + 48, last)
+    s.sti(call + 56, groups)
+
+
+@njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True, error_model="numpy")
+def set_rows(call, x, xs, q, o, qs, rows, y, ys):
+    """Fill the second half of `product`'s arguments."""
+    s.sti(call + 64, x)
+    s.sti(call + 72, xs)
+    s.sti(call + 80, q)
+    s.sti(call + 88, o)
+    s.sti(call + 96, qs)
+    s.sti(call + 104, rows)
+    s.sti(call + 112, y)
+    s.sti(call + 120, ys)
+
+
+@cfunc(KERNEL, nopython=True, cache=True, error_model="numpy")
+def matmul(a, chunk, chunks):
+    """Chunk of a product: a run of 16-row tiles of W over all heads."""
+    rows = s.ldi(s.ldi(a + _COUNT))
+    kind, n, groups = s.ldi(a + _KIND), s.ldi(a + _N), s.ldi(a + _G)
+    ws, ss, xs, qs, ys = s.ldi(a + _WS), s.ldi(a + _SS), s.ldi(a + _XS), s.ldi(a + _QS), s.ldi(a + _YS)
+    x_at, y_at = s.ldi(s.ldi(a + _XAT)), s.ldi(s.ldi(a + _YAT))
+    words = np.empty(CALL_WORDS, np.int64)
+    call = words.ctypes.data
+    tiles = (n + TILE - 1) // TILE
+    every = tiles * s.ldi(a + _H)
+    tile = every * chunk // chunks
+    end = every * (chunk + 1) // chunks
+    while tile < end:
+        head = tile // tiles
+        first = tile - head * tiles
+        last = min(tiles, first + end - tile)
+        tile += last - first
+        w, sc = s.ldi(a + _W) + head * s.ldi(a + _WH), s.ldi(a + _S) + head * s.ldi(a + _SH)
+        x, y = s.ldi(a + _X) + head * s.ldi(a + _XH) + x_at * xs, s.ldi(a + _Y) + head * s.ldi(a + _YH) + y_at * ys
+        part = head * s.ldi(a + _QH) + x_at * qs
+        q, o = s.ldi(a + _Q) + part, s.ldi(a + _O) + part
+        set_weights(call, kind, w, ws, sc, ss, first * TILE, min(n, last * TILE), groups)
+        set_rows(call, x, xs, q, o, qs, rows, y, ys)
+        s.call_kernel(s.ldi(a + _PRODUCT), call, 0, 1)
+    s.keep(words)

@@ -1,0 +1,245 @@
+"""Layers run by compiled kernels: one native call for each half of a layer and row group."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53serve.cpu import packing as pk
+from glm53serve.cpu.compiled import (
+    RUN_ROWS,
+    Builder,
+    ChunkMemory,
+    DsaPrograms,
+    FfnPrograms,
+    GroupMemory,
+    KdaPrograms,
+    MoePrograms,
+    RunMemory,
+    Site,
+    Slots,
+    kinds_of,
+)
+from glm53serve.cpu.kernels.fields import address
+from glm53serve.cpu.kernels.team import shared_team
+from glm53serve.cpu.packing import GROUP, INT4, INT4_Q8, Packed
+from glm53serve.cpu.plain import Count
+from glm53serve.cpu.program import Program
+from glm53serve.cpu.rows import GROUP_ROWS, Group, row_groups
+from glm53serve.cpu.state import SlotState
+from glm53serve.engine.seam import Batch, Halt, Halted, Meter, never
+from glm53serve.experts.supply import supply_of
+from glm53serve.model.config import ModelConfig
+from glm53serve.model.weights import DsaWeights, ExpertSource, LayerWeights, MoeWeights
+
+F32 = NDArray[np.float32]
+
+
+class _Layer:
+    """One layer's weights and, once built, its programs."""
+
+    def __init__(self, config: ModelConfig, w: LayerWeights, bits: int) -> None:
+        self.index = w.index
+        site = Site.of(config, w.hc_attn, w.input_norm)
+        self.site = Site.of(config, w.hc_ffn, w.post_norm)
+        self.attention: KdaPrograms | DsaPrograms
+        if isinstance(w.attention, DsaWeights):
+            self.attention = DsaPrograms(config, w.index, w.attention, site, bits)
+        else:
+            self.attention = KdaPrograms(config, w.index, w.attention, site, bits)
+        self.dense = None if isinstance(w.ffn, MoeWeights) else FfnPrograms(config, w.ffn, bits)
+        self.moe = MoePrograms(config, w.ffn, self.site, bits) if isinstance(w.ffn, MoeWeights) else None
+        self.resident: list[tuple[Packed, ...]] | None = None
+
+
+@dataclass(slots=True)
+class _Programs:
+    """A layer's operations. Of a dense layer only attend and ffn; of a sparse one ffn is the whole second half for few rows."""
+
+    attend: Program
+    ffn: Program
+    choose: Program | None = None
+    plan: Program | None = None
+    run: Program | None = None
+    finish: Program | None = None
+
+
+class CompiledStack:
+    """Layers in order. `count` is told what the router chose."""
+
+    multiple = GROUP
+    """What the widths of a slot's state are rounded up to."""
+
+    def __init__(self, config: ModelConfig, layers: range, experts: ExpertSource, meter: Meter, bits: int, threads: int, count: Count) -> None:
+        self.config = config
+        self.experts = supply_of(experts, config.n_routed_experts)
+        self.meter = meter
+        self.bits = bits
+        self.count = count
+        self.team = shared_team(threads)
+        self.slots = Slots(config, layers)
+        self._layers: list[_Layer] = []
+        self._programs: list[_Programs] = []
+        self._group = GroupMemory()
+        self._int4 = INT4_Q8 if bits <= 8 else INT4
+        self._run = RunMemory(config, {self._int4})
+        self._chunk = ChunkMemory(config, 0, {self._int4})
+
+    def append(self, w: LayerWeights) -> None:
+        """The next layer."""
+        self._layers.append(_Layer(self.config, w, self.bits))
+
+    def open(self, slot: int, state: SlotState) -> None:
+        """A slot was opened."""
+        self.slots.open(slot, state)
+
+    def close(self) -> None:
+        """Release the weights."""
+        self._layers.clear()
+        self._programs.clear()
+
+    # --- building ----------------------------------------------------------------------------------------------------------------
+
+    def _build(self, row_count: int, layout: SlotState) -> None:
+        """Memory for chunks of up to `row_count` rows and the programs that use it; `layout` stands for every slot's state."""
+        c = self.config
+        kinds = {self._int4}
+        for layer in self._layers:
+            if layer.moe is not None and layer.moe.shared is not None:
+                kinds |= kinds_of(layer.moe.shared.gate_up)
+        self._chunk = ChunkMemory(c, row_count, kinds)
+        b = Builder(c, self._group, self._chunk, self.slots, self.team.threads)
+        self._programs = [self._layer_programs(b, layer, layout) for layer in self._layers]
+
+    def _layer_programs(self, b: Builder, layer: _Layer, layout: SlotState) -> _Programs:
+        attend, ffn = b.program(), b.program()
+        layer.attention.add(b, attend, layout)
+        if layer.dense is not None:
+            x = self._group.form("ffn", b.hidden, kinds_of(layer.dense.gate_up))
+            b.collapse(ffn, layer.site, x, b.zero)
+            y = self._group.buffer("y", b.hidden)
+            layer.dense.add(b, ffn, x, b.zero, y, b.zero)
+            b.expand(ffn, y, b.zero)
+            return _Programs(attend, ffn)
+        assert layer.moe is not None
+        choose, plan, run, finish, few = (b.program() for _ in range(5))
+        layer.moe.add_choice(b, choose)
+        layer.moe.add_plan(b, plan)
+        layer.moe.add_run(b, run, self._run, 1)
+        layer.moe.add_run(b, few, self._run, self.config.num_experts_per_tok)
+        b.expand(finish, b.chunk.y, b.group.first, b.chunk.y2 if layer.moe.shared is not None else None)
+        for part in (choose, plan, few, finish):
+            ffn.extend(part)
+        return _Programs(attend, ffn, choose, plan, run, finish)
+
+    # --- the way through ---------------------------------------------------------------------------------------------------------
+
+    def forward(self, streams: F32, batch: Batch, slots: dict[int, SlotState], halt: Halt) -> F32:
+        """Run all layers over streams [rows, hc_mult, H], overwritten and returned (see the seam). Raises Halted."""
+        count, hidden = batch.rows, self.config.hidden_size
+        for span in batch.spans:
+            self.slots.reserve(span.slot, slots[span.slot], span.start + span.count, span.start)
+        if count > self._chunk.row_count:
+            self._build(max(count, min(2 * self._chunk.row_count, 4096), 16), slots[batch.spans[0].slot])
+        self._chunk.streams[:count, :, :hidden] = streams
+        groups = row_groups(batch)
+        self._group.total.set(count)
+        self._group.describe(groups[0], self.slots)
+        for number, (layer, programs) in enumerate(zip(self._layers, self._programs, strict=True)):
+            if number and halt():
+                raise Halted(layer.index)
+            start = time.perf_counter()
+            self._each_group(programs.attend, groups, layer.index, halt)
+            middle = time.perf_counter()
+            self.meter.attention += middle - start
+            if halt():
+                raise Halted(layer.index)
+            disk = self.meter.disk
+            if layer.moe is None:
+                self._each_group(programs.ffn, groups, layer.index, halt)
+            else:
+                self._sparse(layer, programs, groups, batch, halt)
+            self.meter.experts += time.perf_counter() - middle - (self.meter.disk - disk)
+        streams[:] = self._chunk.streams[:count, :, :hidden]
+        return streams
+
+    def _each_group(self, program: Program, groups: list[Group], layer: int, halt: Halt) -> None:
+        for n, group in enumerate(groups):
+            if n and halt():
+                raise Halted(layer)
+            if len(groups) > 1:
+                self._group.describe(group, self.slots)
+            program.run(self.team, group.count)
+
+    def _sparse(self, layer: _Layer, programs: _Programs, groups: list[Group], batch: Batch, halt: Halt) -> None:
+        """The second half of a layer with routed experts."""
+        assert layer.moe is not None and programs.choose is not None and programs.plan is not None
+        assert programs.run is not None and programs.finish is not None
+        chunk, rows, k = self._chunk, batch.rows, self.config.num_experts_per_tok
+        if layer.resident is None and self.experts.stable:
+            packed: list[tuple[Packed, ...]] = [pk.pack_expert(self.experts.expert(layer.index, e), self.bits) for e in range(self.config.n_routed_experts)]
+            for expert, parts in enumerate(packed):
+                _enter(layer.moe, expert, parts)
+            layer.resident = packed
+        if layer.resident is not None and rows * k <= RUN_ROWS and len(groups) == 1:
+            self._run.set(0, rows * k, 0, self.config.n_routed_experts)
+            programs.ffn.run(self.team, rows)
+            used = len(np.unique(chunk.chosen[:rows])) if rows > 1 else k
+            self.meter.uses += used
+            self.meter.found += used
+        else:
+            self._each_group(programs.choose, groups, layer.index, halt)
+            programs.plan.run(self.team, rows)
+            self._run_experts(layer, programs.run, rows, halt)
+            self._each_group(programs.finish, groups, layer.index, halt)
+        self.count(layer.index, batch, chunk.chosen[:rows])
+
+    def _run_experts(self, layer: _Layer, program: Program, rows: int, halt: Halt) -> None:
+        """Every expert that the chunk needs, each fetched once, in ascending order."""
+        assert layer.moe is not None
+        starts = self._chunk.starts
+        counts = np.diff(starts)
+        wanted = np.flatnonzero(counts)
+        if layer.resident is not None:
+            self.meter.uses += len(wanted)
+            self.meter.found += len(wanted)
+            for number, expert in enumerate(wanted.tolist()):
+                self._run_expert(layer, program, int(starts[expert]), int(starts[expert + 1]), expert, halt if number else never)
+            return
+        with self.experts.need(layer.index, wanted, counts[wanted], rows, halt, True) as need:
+            try:
+                for ready in chain.from_iterable(need):
+                    if ready.packed is None:
+                        ready.packed = pk.pack_expert(ready.weights, self.bits)
+                    _enter(layer.moe, ready.expert, ready.packed)
+                    ask = halt if ready.expert != wanted[0] else never
+                    self._run_expert(layer, program, int(starts[ready.expert]), int(starts[ready.expert + 1]), ready.expert, ask)
+            finally:
+                self.meter.uses += need.wanted
+                self.meter.found += need.found
+                self.meter.disk += need.blocked
+
+    def _run_expert(self, layer: _Layer, program: Program, first: int, end: int, expert: int, halt: Halt) -> None:
+        """Assignments first..end-1, all of one expert whose addresses are in the table."""
+        for start in range(first, end, RUN_ROWS):
+            if halt():
+                raise Halted(layer.index)
+            count = min(RUN_ROWS, end - start)
+            self._run.set(start, count, expert, expert + 1)
+            program.run(self.team, count)
+
+
+def _enter(moe: Any, expert: int, packed: tuple[Packed, ...]) -> None:
+    """Write an expert's addresses into its layer's table; the caller keeps the arrays alive while kernels use them."""
+    record: list[Any] = [packed[0].kind]
+    for part in packed:
+        record += [address(part.data), 0 if part.scale is None else address(part.scale)]
+    moe.table[expert] = record
+
+
+__all__ = ["GROUP_ROWS", "CompiledStack"]
