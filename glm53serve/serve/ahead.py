@@ -22,11 +22,16 @@ MOST_STOP_IDS = 8
 
 @dataclass(slots=True)
 class _Row:
-    """A turn in the loop: the token that is being fed, and how the turn will end once its slot is released."""
+    """A turn in the loop: the token that is being fed, and how the turn will end once its slot is released.
+
+    `last` is the token of a turn that has reached its limit. It is sent with the end, so that a cancel that comes before finds a history
+    of what was sent.
+    """
 
     turn: Turn
     fed: int
-    end: End | None = None
+    end: End = End.STOPPED
+    last: int | None = None
 
 
 @dataclass(slots=True)
@@ -104,13 +109,12 @@ class Ahead:
             row.end = End.STOPPED
         elif commit.token in self.emitter.stop_ids:
             row.end = End.STOP_TOKEN
-        else:
+        elif commit.end is RowEnd.LIVE:
             with self.desk.lock:
                 self.emitter.send(turn, commit.token)
             row.fed = commit.token
-            if commit.end is not RowEnd.LIVE:
-                self.emitter.keep_unfed(turn, commit.token)
-                row.end = End.LIMIT
+        else:
+            row.end, row.last = End.LIMIT, commit.token
 
     def _leave(self, loop: DecodeLoop, slot: int) -> None:
         row = self._rows.pop(slot)
@@ -118,4 +122,7 @@ class Ahead:
         row.turn.slot.resumable = row.turn.slot.logits is not None
         with self.desk.lock:
             row.turn.busy = False
-            self.desk.end(row.turn, row.end or End.STOPPED)
+            if row.last is not None:
+                self.emitter.emit(row.turn, row.last)
+            else:
+                self.desk.end(row.turn, row.end)

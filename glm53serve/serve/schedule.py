@@ -96,6 +96,8 @@ class Schedule:
                 self._started = turn
             if turn.logits is None:
                 self._compute(turn, shared)
+            if turn.pin and turn.logits is not None:
+                self._engine.checkpoint(turn.slot, "pin")
             failed = ""
         except Halted as halt:
             self._log(lines.halt(halt.layer, self._engine.config.num_layers, turn.slot.filled, halt.on_device))
@@ -140,15 +142,12 @@ class Schedule:
         self._rows_a_second = len(ids) / (perf_counter() - began)
         turn.forwards += 1
         turn.cost.add(done.cost)
-        complete = slot.filled == len(turn.prompt)
         if turn.scores and done.rows is not None:
             for i, token in enumerate(ids):
                 row = done.rows[i - 1] if i else before
                 scored = NO_PREDICTOR if row is None else score(row, token, turn.scores)
                 self._outbox.send(lines.echo(turn.id, start + i, self._tokenizer.text(token), scored))
-        if complete:
-            if turn.pin:
-                engine.checkpoint(slot, "pin")
+        if slot.filled == len(turn.prompt):
             turn.logits = done.logits
         engine.checkpoint(slot, "boundary")
 
