@@ -104,7 +104,7 @@ class HeldExperts:
 
     source: ExpertSource
     experts: int
-    stable: bool = True
+    stable: bool = False
     _kept: dict[tuple[int, int], Ready] = field(default_factory=dict)
 
     def need(self, layer: int, experts: NDArray[np.int64], counts: NDArray[np.int64], rows: int, halt: Halt, in_order: bool) -> Need:
