@@ -213,11 +213,12 @@ class Builder:
         if form.permuted is not None or form.bytes is not None:
             p.by_row(rows.shape.address, Arguments(rows.SHAPE_FIELDS, count=count.at, form=form.at))
 
-    def swiglu(self, p: Program, both: F32, width: int, form: Form, count: Cell, per_row: int = 1) -> None:
+    def swiglu(self, p: Program, both: F32, width: int, form: Form, count: Cell, at: Cell, per_row: int = 1) -> None:
         """Gate in the first `width` columns of both, up in the next."""
         arguments = Arguments(
             rows.SWIGLU_FIELDS,
             count=count.at,
+            at=at.at,
             gate=address(both),
             up=address(both) + 4 * width,
             stride=both.strides[0],
@@ -454,7 +455,7 @@ class FfnPrograms:
         both = g.buffer("gate up", 2 * self.width)
         p.matmul(self.gate_up, x, g.count, both, x_at=x_at)
         middle = g.form("middle", self.width, kinds_of(self.down))
-        b.swiglu(p, both, self.width, middle, g.count)
+        b.swiglu(p, both, self.width, middle, g.count, b.zero)
         p.matmul(self.down, middle, g.count, y, y_at=y_at)
 
 
@@ -514,14 +515,18 @@ class MoePrograms:
         p.by_row(experts.clear.address, Arguments(experts.CLEAR_FIELDS, count=g.total.at, y=address(chunk.y), y_stride=chunk.y.strides[0], size=4 * b.hidden))
 
     def add_run(self, b: Builder, p: Program, m: RunMemory, per_row: int) -> None:
-        """One run of experts; per_row: assignments a row that the program counts."""
+        """The products of one run of experts; per_row: assignments a row that the program counts."""
         c, chunk = self.config, b.chunk
         inner = p64(c.moe_intermediate_size)
         arguments = Arguments(experts.GATHER_FIELDS, run=address(m.run), order_rows=address(chunk.order_rows), source=chunk.x.at, target=m.x.at)
         p.by_row(experts.gather.address, arguments, per_row)
         self._half(b, p, m, m.x, c.moe_intermediate_size, 1, m.both, 4 * inner, per_row)
-        b.swiglu(p, m.both, inner, m.middle, m.assignments, per_row)
+        b.swiglu(p, m.both, inner, m.middle, m.assignments, m.row, per_row)
         self._half(b, p, m, m.middle, c.hidden_size, 0, m.out, 0, per_row)
+
+    def add_sum(self, b: Builder, p: Program, m: RunMemory, per_row: int) -> None:
+        """The run's results added to their rows."""
+        chunk = b.chunk
         combined = Arguments(
             experts.COMBINE_FIELDS,
             run=address(m.run),
@@ -560,11 +565,12 @@ class RunMemory:
         hidden, inner = p64(config.hidden_size), p64(config.moe_intermediate_size)
         self.run = np.zeros(len(experts.RUN_FIELDS), np.int64)
         self.assignments = Cell(self.run[:1])
+        self.row = Cell(self.run[4:5])
         self.x = Form(RUN_ROWS, hidden, kinds)
         self.both = zeros(RUN_ROWS, 2 * inner)
         self.middle = Form(RUN_ROWS, inner, kinds)
         self.out = zeros(RUN_ROWS, hidden)
 
-    def set(self, first: int, count: int, first_expert: int, last_expert: int) -> None:
-        """Which assignments, and whose."""
-        self.run[:] = (count, first, first_expert, last_expert)
+    def set(self, first: int, count: int, first_expert: int, last_expert: int, row: int = 0) -> None:
+        """Which assignments, whose, and where their rows begin in the buffers."""
+        self.run[:] = (count, first, first_expert, last_expert, row)

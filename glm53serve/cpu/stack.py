@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +30,10 @@ from glm53serve.cpu.plain import Count
 from glm53serve.cpu.program import Program
 from glm53serve.cpu.rows import GROUP_ROWS, Group, row_groups
 from glm53serve.cpu.state import SlotState
-from glm53serve.engine.seam import Batch, Halt, Halted, Meter, never
+from glm53serve.engine.seam import Batch, Halt, Halted, Meter
 from glm53serve.experts.supply import supply_of
 from glm53serve.model.config import ModelConfig
-from glm53serve.model.weights import DsaWeights, ExpertSource, LayerWeights, MoeWeights
+from glm53serve.model.weights import DsaWeights, ExpertSource, FfnWeights, LayerWeights, MoeWeights
 
 F32 = NDArray[np.float32]
 
@@ -66,6 +64,7 @@ class _Programs:
     choose: Program | None = None
     plan: Program | None = None
     run: Program | None = None
+    add: Program | None = None
     finish: Program | None = None
 
 
@@ -77,7 +76,7 @@ class CompiledStack:
 
     def __init__(self, config: ModelConfig, layers: range, experts: ExpertSource, meter: Meter, bits: int, threads: int, count: Count) -> None:
         self.config = config
-        self.experts = supply_of(experts, config.n_routed_experts)
+        self.supply = supply_of(experts, config.n_routed_experts)
         self.meter = meter
         self.bits = bits
         self.count = count
@@ -127,15 +126,17 @@ class CompiledStack:
             b.expand(ffn, y, b.zero)
             return _Programs(attend, ffn)
         assert layer.moe is not None
-        choose, plan, run, finish, few = (b.program() for _ in range(5))
+        choose, plan, run, add, finish, few = (b.program() for _ in range(6))
         layer.moe.add_choice(b, choose)
         layer.moe.add_plan(b, plan)
         layer.moe.add_run(b, run, self._run, 1)
+        layer.moe.add_sum(b, add, self._run, 1)
         layer.moe.add_run(b, few, self._run, self.config.num_experts_per_tok)
+        layer.moe.add_sum(b, few, self._run, self.config.num_experts_per_tok)
         b.expand(finish, b.chunk.y, b.group.first, b.chunk.y2 if layer.moe.shared is not None else None)
         for part in (choose, plan, few, finish):
             ffn.extend(part)
-        return _Programs(attend, ffn, choose, plan, run, finish)
+        return _Programs(attend, ffn, choose, plan, run, add, finish)
 
     # --- the way through ---------------------------------------------------------------------------------------------------------
 
@@ -178,16 +179,12 @@ class CompiledStack:
 
     def _sparse(self, layer: _Layer, programs: _Programs, groups: list[Group], batch: Batch, halt: Halt) -> None:
         """The second half of a layer with routed experts."""
-        assert layer.moe is not None and programs.choose is not None and programs.plan is not None
-        assert programs.run is not None and programs.finish is not None
-        chunk, rows, k = self._chunk, batch.rows, self.config.num_experts_per_tok
-        if layer.resident is None and self.experts.stable:
-            packed: list[tuple[Packed, ...]] = [pk.pack_expert(self.experts.expert(layer.index, e), self.bits) for e in range(self.config.n_routed_experts)]
-            for expert, parts in enumerate(packed):
-                _enter(layer.moe, expert, parts)
-            layer.resident = packed
+        assert layer.moe is not None and programs.choose is not None and programs.plan is not None and programs.finish is not None
+        chunk, rows, k, experts = self._chunk, batch.rows, self.config.num_experts_per_tok, self.config.n_routed_experts
+        if layer.resident is None and self.supply.stable:
+            layer.resident = [self._enter(layer, e, None, self.supply.expert(layer.index, e)) for e in range(experts)]
         if layer.resident is not None and rows * k <= RUN_ROWS and len(groups) == 1:
-            self._run.set(0, rows * k, 0, self.config.n_routed_experts)
+            self._run.set(0, rows * k, 0, experts)
             programs.ffn.run(self.team, rows)
             used = len(np.unique(chunk.chosen[:rows])) if rows > 1 else k
             self.meter.uses += used
@@ -195,51 +192,57 @@ class CompiledStack:
         else:
             self._each_group(programs.choose, groups, layer.index, halt)
             programs.plan.run(self.team, rows)
-            self._run_experts(layer, programs.run, rows, halt)
+            self._run_experts(layer, programs, rows, halt)
             self._each_group(programs.finish, groups, layer.index, halt)
         self.count(layer.index, batch, chunk.chosen[:rows])
 
-    def _run_experts(self, layer: _Layer, program: Program, rows: int, halt: Halt) -> None:
-        """Every expert that the chunk needs, each fetched once, in ascending order."""
-        assert layer.moe is not None
+    def _run_experts(self, layer: _Layer, programs: _Programs, rows: int, halt: Halt) -> None:
+        """Every expert that the chunk needs, each taken once. Few assignments keep all results to the end, so experts may come in any order;
+        many are added up at once, in ascending order. A row's sum has that order either way."""
+        assert programs.run is not None and programs.add is not None
         starts = self._chunk.starts
         counts = np.diff(starts)
         wanted = np.flatnonzero(counts)
-        if layer.resident is not None:
-            self.meter.uses += len(wanted)
-            self.meter.found += len(wanted)
-            for number, expert in enumerate(wanted.tolist()):
-                self._run_expert(layer, program, int(starts[expert]), int(starts[expert + 1]), expert, halt if number else never)
-            return
-        with self.experts.need(layer.index, wanted, counts[wanted], rows, halt, True) as need:
-            try:
-                for ready in chain.from_iterable(need):
-                    if ready.packed is None:
-                        ready.packed = pk.pack_expert(ready.weights, self.bits)
-                    _enter(layer.moe, ready.expert, ready.packed)
-                    ask = halt if ready.expert != wanted[0] else never
-                    self._run_expert(layer, program, int(starts[ready.expert]), int(starts[ready.expert + 1]), ready.expert, ask)
-            finally:
-                self.meter.uses += need.wanted
-                self.meter.found += need.found
-                self.meter.disk += need.blocked
+        few = rows * self.config.num_experts_per_tok <= RUN_ROWS
+        bounds = starts.tolist()
+        with self.supply.need(layer.index, wanted, counts[wanted], rows, halt, not few) as need:
+            self.meter.uses += need.wanted
+            self.meter.found += need.found
+            first = True
+            for ready in need:
+                for one in ready:
+                    if not first and halt():
+                        raise Halted(layer.index)
+                    first = False
+                    if layer.resident is None:
+                        one.packed = self._enter(layer, one.expert, one.packed, one.weights)
+                    self._run_expert(layer.index, programs, one.expert, bounds[one.expert], bounds[one.expert + 1], few, halt)
+            self.meter.disk += need.blocked
+        if few:
+            self._run.set(0, bounds[-1], 0, self.config.n_routed_experts)
+            programs.add.run(self.team, bounds[-1])
 
-    def _run_expert(self, layer: _Layer, program: Program, first: int, end: int, expert: int, halt: Halt) -> None:
-        """Assignments first..end-1, all of one expert whose addresses are in the table."""
-        for start in range(first, end, RUN_ROWS):
-            if halt():
-                raise Halted(layer.index)
-            count = min(RUN_ROWS, end - start)
-            self._run.set(start, count, expert, expert + 1)
-            program.run(self.team, count)
+    def _run_expert(self, layer: int, programs: _Programs, expert: int, start: int, end: int, few: bool, halt: Halt) -> None:
+        assert programs.run is not None and programs.add is not None
+        for first in range(start, end, RUN_ROWS):
+            if first > start and halt():
+                raise Halted(layer)
+            count = min(RUN_ROWS, end - first)
+            self._run.set(first, count, expert, expert + 1, first if few else 0)
+            programs.run.run(self.team, count)
+            if not few:
+                programs.add.run(self.team, count)
 
-
-def _enter(moe: Any, expert: int, packed: tuple[Packed, ...]) -> None:
-    """Write an expert's addresses into its layer's table; the caller keeps the arrays alive while kernels use them."""
-    record: list[Any] = [packed[0].kind]
-    for part in packed:
-        record += [address(part.data), 0 if part.scale is None else address(part.scale)]
-    moe.table[expert] = record
+    def _enter(self, layer: _Layer, expert: int, packed: tuple[Packed, ...] | None, w: FfnWeights) -> tuple[Packed, ...]:
+        """Put an expert's addresses into the layer's table; they hold as long as the weights stay where they are."""
+        assert layer.moe is not None
+        if packed is None:
+            packed = pk.pack_expert(w, self.bits)
+        record = [packed[0].kind]
+        for part in packed:
+            record += [address(part.data), 0 if part.scale is None else address(part.scale)]
+        layer.moe.table[expert] = record
+        return packed
 
 
 __all__ = ["GROUP_ROWS", "CompiledStack"]

@@ -1,6 +1,6 @@
 """Kernels over routed experts: assignments sorted by expert, each expert's rows together, results added up in order of the expert.
 
-Assignment i of a run is row `order_rows[i]` at weight `order_weights[i]`; buffers are numbered from the run's first assignment on.
+Assignment i is row `order_rows[i]` at weight `order_weights[i]`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ RECORD_FIELDS = ("kind", "gate", "gate_scale", "up", "up_scale", "down", "down_s
 """One routed expert; strides follow from the kind and the widths."""
 _REC_BYTES = 8 * len(RECORD_FIELDS)
 
-RUN_FIELDS = ("assignments", "first", "first_expert", "last_expert")
-"""The assignments first .. first + assignments - 1, all of experts first_expert .. last_expert - 1."""
-_RUN_COUNT, _RUN_FIRST, _RUN_E0, _RUN_E1 = offsets(RUN_FIELDS)
+RUN_FIELDS = ("assignments", "first", "first_expert", "last_expert", "row")
+"""The assignments first .. first + assignments - 1, all of experts first_expert .. last_expert - 1; row: where the first one's rows lie in
+the run's buffers."""
+_RUN_COUNT, _RUN_FIRST, _RUN_E0, _RUN_E1, _RUN_ROW = offsets(RUN_FIELDS)
 
 GATHER_FIELDS = ("run", "order_rows", "source", "target")
 _G_RUN, _G_ROWS, _G_SOURCE, _G_TARGET = offsets(GATHER_FIELDS)
@@ -54,8 +55,10 @@ def gather(a, chunk, chunks):
     rows = s.ldi(run + _RUN_COUNT)
     names = s.ldi(a + _G_ROWS) + 8 * s.ldi(run + _RUN_FIRST)
     groups = s.ldi(source + _GROUPS)
-    for i in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
-        row = s.ldi(names + 8 * i)
+    to = s.ldi(run + _RUN_ROW)
+    for n in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
+        row = s.ldi(names + 8 * n)
+        i = to + n
         _copy(s.ldi(target + _NAT) + i * s.ldi(target + _NATS), s.ldi(source + _NAT) + row * s.ldi(source + _NATS), 256 * groups)
         if s.ldi(target + _PERM) != 0:
             _copy(s.ldi(target + _PERM) + i * s.ldi(target + _PERMS), s.ldi(source + _PERM) + row * s.ldi(source + _PERMS), 256 * groups)
@@ -96,6 +99,7 @@ def experts(a, chunk, chunks):
     run, starts = s.ldi(a + _X_RUN), s.ldi(a + _X_STARTS)
     begin = s.ldi(run + _RUN_FIRST)
     finish = begin + s.ldi(run + _RUN_COUNT)
+    to = s.ldi(run + _RUN_ROW) - begin
     e0, e1 = s.ldi(run + _RUN_E0), s.ldi(run + _RUN_E1)
     n, groups, pairs = s.ldi(a + _X_N), s.ldi(a + _X_G), s.ldi(a + _X_PAIRS)
     tiles = (n + TILE - 1) // TILE
@@ -123,7 +127,7 @@ def experts(a, chunk, chunks):
                 if pairs == 0:
                     which = 3
                 w, sc = s.ldi(record + 16 * which - 8), s.ldi(record + 16 * which)
-                _describe(call, s.ldi(record), w, sc, first * TILE, min(n, last * TILE), groups, form, lo - begin, hi - lo, y, ys)
+                _describe(call, s.ldi(record), w, sc, first * TILE, min(n, last * TILE), groups, form, lo + to, hi - lo, y, ys)
                 s.call_kernel(s.ldi(a + _X_PRODUCT), call, 0, 1)
                 tile = passed + last
             passed += tiles
@@ -138,7 +142,7 @@ def combine(a, chunk, chunks):
     first, last = groups * chunk // chunks * 256, groups * (chunk + 1) // chunks * 256
     for i in range(count):
         weight = s.lds(s.ldi(a + _C_WEIGHTS) + 4 * (begin + i))
-        out = s.ldi(a + _C_OUT) + i * s.ldi(a + _C_OUTS)
+        out = s.ldi(a + _C_OUT) + (s.ldi(run + _RUN_ROW) + i) * s.ldi(a + _C_OUTS)
         y = s.ldi(a + _C_Y) + s.ldi(s.ldi(a + _C_ROWS) + 8 * (begin + i)) * s.ldi(a + _C_YS)
         for j in range(first, last, VB):
             s.st(y + j, s.vfma(weight, s.ld(out + j), s.ld(y + j)))

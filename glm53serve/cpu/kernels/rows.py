@@ -230,21 +230,22 @@ def expand(a, chunk, chunks):
 
 # --- feed-forward (model spec 6) -------------------------------------------------------------------------------------------------
 
-SWIGLU_FIELDS = ("count", "gate", "up", "stride", "limit", "form")
-_S_COUNT, _S_GATE, _S_UP, _S_STRIDE, _S_LIMIT, _S_FORM = offsets(SWIGLU_FIELDS)
+SWIGLU_FIELDS = ("count", "at", "gate", "up", "stride", "limit", "form")
+_S_COUNT, _S_AT, _S_GATE, _S_UP, _S_STRIDE, _S_LIMIT, _S_FORM = offsets(SWIGLU_FIELDS)
 
 
 @cfunc(KERNEL, **_CFUNC)
 def swiglu(a, chunk, chunks):
-    """silu(min(gate, limit)) * clip(up, -limit, limit) in its forms; chunks over groups of 64 columns of all rows."""
+    """silu(min(gate, limit)) * clip(up, -limit, limit) in its forms; chunks over groups of 64 columns of all rows, from row `at` on."""
     form = s.ldi(a + _S_FORM)
     groups = s.ldi(form + _GROUPS)
     every = s.ldi(s.ldi(a + _S_COUNT)) * groups
     limit = s.ldf(a + _S_LIMIT)
     high, low = s.dup(limit), s.dup(-limit)
+    first = s.ldi(s.ldi(a + _S_AT))
     for unit in range(every * chunk // chunks, every * (chunk + 1) // chunks):
-        row = unit // groups
-        at = (unit - row * groups) * _GROUP_BYTES
+        group = unit % groups
+        row, at = first + unit // groups, group * _GROUP_BYTES
         gate = s.ldi(a + _S_GATE) + row * s.ldi(a + _S_STRIDE) + at
         up = s.ldi(a + _S_UP) + row * s.ldi(a + _S_STRIDE) + at
         out = s.ldi(form + _NAT) + row * s.ldi(form + _NATS) + at
@@ -252,7 +253,7 @@ def swiglu(a, chunk, chunks):
             g = s.vmin(s.ld(gate + i), high)
             u = s.vmax(s.vmin(s.ld(up + i), high), low)
             s.st(out + i, s.mul(s.mul(g, s.sigmoid(g)), u))
-        shape_row(form, row, unit - row * groups, unit - row * groups + 1)
+        shape_row(form, row, group, group + 1)
 
 
 ROUTE_FIELDS = (
