@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from glm53serve.cuda.packing import GRANULE_BYTES, Packed, pack, pack_pair
-from glm53serve.cuda.runtime import FORMAT_CODES, MAX_ROWS, Buffer, Device, HostBuffer
+from glm53serve.cuda.packing import GRANULE_BYTES, Packed, pack, pack_pair, shape_of
+from glm53serve.cuda.runtime import FORMAT_CODES, FORMAT_NAMES, MAX_ROWS, Buffer, Device, HostBuffer
 from glm53serve.model import quant
 from glm53serve.model.config import DSA, KDA, ModelConfig
 from glm53serve.model.weights import DsaWeights, ExpertSource, F32Array, FfnWeights, HyperConnection, KdaWeights, LayerWeights, Matrix, MatrixFormat, MoeWeights
@@ -102,8 +102,10 @@ class FfnOnDevice:
 
 @dataclass(frozen=True, slots=True)
 class MoeOnDevice:
-    """Router, shared expert and the experts' address table uint64 [E][4]: gate|up data, scale, down data, scale. `gate_up` and `down` give the shapes all experts
-    share; their own buffers are expert 0's. `on_device[e]` is false for experts left in pinned host memory."""
+    """Router, shared expert and the experts' address table uint64 [E][4]: gate|up data, scale, down data, scale.
+
+    `gate_up` and `down` give the shapes all experts share and have no data. `on_device[e]` is false for experts left in pinned host memory.
+    """
 
     router: DeviceMatrix
     bias: Buffer
@@ -112,6 +114,11 @@ class MoeOnDevice:
     gate_up: DeviceMatrix
     down: DeviceMatrix
     on_device: NDArray[np.bool_]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert, scales and padding included."""
+        return sum(weight_bytes(m) + 4 * scale_floats(m) for m in (self.gate_up, self.down))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +170,7 @@ def defines(config: ModelConfig, formats: set[str]) -> dict[str, int]:
         "LATENT": -(-config.kv_lora_rank // 64) * 64 if has_dsa else 64,
         "HEADS": config.num_heads if has_dsa else 16,
         "MAX_ROWS": MAX_ROWS,
-        "FORMATS": sum(1 << FORMAT_CODES[f] for f in formats | {"bf16", "f32"}),
+        "FORMATS": sum(1 << FORMAT_CODES[f] for f in formats | {"bf16"}),
         "EXACT": int(config.hidden_size < EXACT_BELOW),
     }
 
@@ -184,18 +191,17 @@ def narrowest(values: F32Array) -> Matrix:
     values = np.ascontiguousarray(values, np.float32)
     bits = quant.f32_to_bf16(values)
     if np.array_equal(quant.bf16_to_f32(bits), values):
-        return Matrix("bf16", *values.shape, bits)
-    return Matrix("f32", *values.shape, values)
+        return Matrix("bf16", values.shape[0], values.shape[1], bits)
+    return Matrix("f32", values.shape[0], values.shape[1], values)
 
 
 @dataclass(slots=True)
 class Uploader:
-    """Moves weights to the device. `expert_budget`: device bytes routed experts may take; later ones stay in pinned host memory."""
+    """Moves weights to the device; `bits` as GLM53_BITS."""
 
     device: Device
     config: ModelConfig
     bits: int = 0
-    expert_budget: int = 1 << 62
 
     def vector(self, values: NDArray[np.generic]) -> Buffer:
         """A small tensor as it is (float32, or raw bits)."""
@@ -266,7 +272,7 @@ class Uploader:
         heads = bits.reshape(c.num_heads, c.qk_head_dim + c.v_head_dim, c.kv_lora_rank)
 
         def parts(blocks: Sequence[NDArray[np.generic]]) -> DeviceMatrix:
-            return self.stack([Matrix(fmt, *b.shape, np.ascontiguousarray(b)) for b in blocks])
+            return self.stack([Matrix(fmt, b.shape[0], b.shape[1], np.ascontiguousarray(b)) for b in blocks])
 
         indexer = None
         if w.indexer is not None:
@@ -301,37 +307,43 @@ class Uploader:
         padded[:, : c.qk_head_dim] = quant.dequantise(q_b).reshape(c.num_heads, c.qk_head_dim, q_b.cols)
         return narrowest(padded.reshape(-1, q_b.cols))
 
-    def moe(self, layer: int, w: MoeWeights, experts: ExpertSource, wanted_on_device: NDArray[np.bool_] | None = None) -> MoeOnDevice:
-        """A mixture: experts go to the device while the budget lasts (and where wanted), the rest to pinned host memory."""
+    def moe(self, layer: int, w: MoeWeights, experts: ExpertSource) -> MoeOnDevice:
+        """Router and shared expert of a mixture; its experts follow with `place_experts`."""
         c = self.config
-        table = np.zeros((c.n_routed_experts, 4), np.uint64)
-        on_device = np.zeros(c.n_routed_experts, bool)
-        shapes: tuple[DeviceMatrix, DeviceMatrix] | None = None
-        for e in range(c.n_routed_experts):
-            weights = experts.expert(layer, e)
-            gate_up, down = pack_pair(weights.gate, weights.up), pack(weights.down)
-            size = sum(a.nbytes for p in (gate_up, down) for a in (p.data, p.scale))
-            here = size <= self.expert_budget and (wanted_on_device is None or bool(wanted_on_device[e]))
-            if here:
-                self.expert_budget -= size
-            on_device[e] = here
-            pieces = [self._piece(a, here) for p in (gate_up, down) for a in (p.data, p.scale)]
-            table[e] = [piece.address for piece in pieces]
-            made = tuple(self._shape(p, pieces[2 * i]) for i, p in enumerate((gate_up, down)))
-            if shapes is None:
-                shapes = (made[0], made[1])
-            elif any((a.format, a.tiles, a.granules) != (b.format, b.tiles, b.granules) for a, b in zip(made, shapes, strict=True)):
-                raise ValueError(f"layer {layer}: expert {e} is stored in another format than expert 0")
-        assert shapes is not None
+        sample = experts.expert(layer, 0)
+        if (sample.gate.format, sample.gate.rows, sample.gate.cols) != (sample.up.format, sample.up.rows, sample.up.cols):
+            raise ValueError(f"layer {layer}: an expert's gate and up are stored in different formats")
         return MoeOnDevice(
             router=self.matrix(narrowest(w.router)),
             bias=self.vector(w.bias),
             shared=None if w.shared is None else self.ffn(w.shared),
-            table=self.vector(table),
-            gate_up=shapes[0],
-            down=shapes[1],
-            on_device=on_device,
+            table=self.device.alloc(32 * c.n_routed_experts),
+            gate_up=_shape(sample.gate, pair=True),
+            down=_shape(sample.down),
+            on_device=np.zeros(c.n_routed_experts, bool),
         )
+
+    def place_experts(self, layers: Sequence[DeviceLayer], experts: ExpertSource, budget: int, heat: NDArray[np.generic] | None = None) -> None:
+        """Put every routed expert where it is read from: the hottest in device memory while `budget` bytes last, the rest in pinned host memory.
+
+        heat [mixtures, experts]: uses of each; without it the layers share the device evenly. Raises ValueError for an expert in another format than its layer's first.
+        """
+        mixtures = [(layer.index, layer.ffn) for layer in layers if isinstance(layer.ffn, MoeOnDevice)]
+        order = expert_order(len(mixtures), self.config.n_routed_experts, heat)
+        for i, e in order:
+            moe = mixtures[i][1]
+            size = moe.expert_bytes
+            moe.on_device[e] = size <= budget
+            budget -= size if moe.on_device[e] else 0
+        for index, moe in mixtures:
+            table = np.zeros((self.config.n_routed_experts, 4), np.uint64)
+            for e in range(self.config.n_routed_experts):
+                weights = experts.expert(index, e)
+                parts = pack_pair(weights.gate, weights.up), pack(weights.down)
+                if any(FORMAT_CODES[p.format] != m.format or p.data.nbytes != m.tiles * m.granules * GRANULE_BYTES for p, m in zip(parts, (moe.gate_up, moe.down), strict=True)):
+                    raise ValueError(f"layer {index}: expert {e} is stored in another format than expert 0")
+                table[e] = [self._piece(a, bool(moe.on_device[e])).address for p in parts for a in (p.data, p.scale)]
+            self.device.upload(moe.table.at(), table)
 
     def _piece(self, array: NDArray[np.generic], here: bool) -> Buffer | HostBuffer:
         if here:
@@ -341,17 +353,14 @@ class Uploader:
         host.bytes[: flat.nbytes] = flat
         return host
 
-    def _shape(self, p: Packed, data: Buffer | HostBuffer) -> DeviceMatrix:
-        return DeviceMatrix(FORMAT_CODES[p.format], p.rows, p.cols, p.tiles, p.granules, Buffer(data.address, p.data.nbytes), None)
-
-    def layer(self, w: LayerWeights, experts: ExpertSource, wanted_on_device: NDArray[np.bool_] | None = None) -> DeviceLayer:
-        """One layer."""
+    def layer(self, w: LayerWeights, experts: ExpertSource) -> DeviceLayer:
+        """One layer, without its routed experts."""
         return DeviceLayer(
             w.index,
             self.site(w.hc_attn, w.input_norm),
             self.site(w.hc_ffn, w.post_norm),
             self.kda(w.attention) if isinstance(w.attention, KdaWeights) else self.dsa(w.attention),
-            self.ffn(w.ffn) if isinstance(w.ffn, FfnWeights) else self.moe(w.index, w.ffn, experts, wanted_on_device),
+            self.ffn(w.ffn) if isinstance(w.ffn, FfnWeights) else self.moe(w.index, w.ffn, experts),
         )
 
     def ends(self, model: DeviceModel, embedding: Matrix, final_norm: F32Array, lm_head: Matrix) -> None:
@@ -379,10 +388,13 @@ def formats_of(config: ModelConfig, layer: Callable[[int], LayerWeights], expert
         parts: list[object] = [w.attention]
         if isinstance(w.attention, DsaWeights):
             parts.append(w.attention.indexer)
+            if w.attention.kv_b.format != "bf16" or config.qk_head_dim % 8:
+                found.add("f32")
         if isinstance(w.ffn, FfnWeights):
             parts.append(w.ffn)
         else:
             parts += [w.ffn.shared, experts.expert(index, 0)]
+            found.add(narrowest(w.ffn.router).format)
         for part in parts:
             if part is not None:
                 names = [n for cls in type(part).__mro__ for n in getattr(cls, "__slots__", ())]
@@ -391,8 +403,29 @@ def formats_of(config: ModelConfig, layer: Callable[[int], LayerWeights], expert
 
 
 def weight_bytes(matrix: DeviceMatrix) -> int:
-    """Bytes a product with this matrix reads when every tile is read once."""
-    return matrix.heads * matrix.tiles * matrix.granules * GRANULE_BYTES + (matrix.scale.nbytes if matrix.scale else 0)
+    """Bytes of data a product with this matrix reads when every tile is read once, scales not counted."""
+    return matrix.heads * matrix.tiles * matrix.granules * GRANULE_BYTES
+
+
+def scale_floats(matrix: DeviceMatrix) -> int:
+    """Floats of scale beside them."""
+    return matrix.heads * {"int4": matrix.tiles * matrix.granules * 64, "fp8": matrix.tiles * matrix.granules * 2, "int8": matrix.tiles * 16}.get(FORMAT_NAMES[matrix.format], 0)
+
+
+def _shape(matrix: Matrix, pair: bool = False) -> DeviceMatrix:
+    tiles, granules, _ = shape_of(matrix.format, matrix.rows, matrix.cols)
+    tiles = -(-matrix.rows // 8) if pair else tiles
+    return DeviceMatrix(FORMAT_CODES[matrix.format], matrix.rows, matrix.cols, tiles, granules, Buffer(0, 0), None)
+
+
+def expert_order(mixtures: int, experts: int, heat: NDArray[np.generic] | None) -> list[tuple[int, int]]:
+    """(mixture, expert) from the first to go to the device to the last: hottest first, ties one expert of every layer at a time."""
+    pairs = [(i, e) for e in range(experts) for i in range(mixtures)]
+    if heat is None:
+        return pairs
+    if heat.shape != (mixtures, experts):
+        raise ValueError(f"heat is {heat.shape}, must be {(mixtures, experts)}")
+    return sorted(pairs, key=lambda pair: -float(heat[pair]))
 
 
 def flops_per_row(matrix: DeviceMatrix, pair: bool = False) -> int:

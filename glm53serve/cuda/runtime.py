@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 KERNEL_DIR = Path(__file__).parent / "kernels"
-SOURCES = ("matmul", "hyper", "kda", "dsa", "attention", "moe", "sample", "step")
+SOURCES = ("gemv", "gemm", "hyper", "kda", "dsa", "attention", "moe", "sample", "step")
+MODULES = (*(("gemv", {"ONLY": rows}) for rows in (4, 8, 16)), *((name, {}) for name in SOURCES[1:]))
+"""What is compiled side by side: a source and its own defines."""
 MAX_ROWS = 16
 BUCKETS = (1, 2, 4, 8, 16)
 FORMAT_CODES = {"f32": 0, "bf16": 1, "fp8": 2, "int8": 3, "int4": 4}
+FORMAT_NAMES = {code: name for name, code in FORMAT_CODES.items()}
 
 
 class Pointer(int):
@@ -76,7 +80,7 @@ class Fence(Protocol):
         ...
 
 
-Argument = Buffer | HostBuffer | Pointer | int | float | None | ctypes.Structure | ctypes.c_int64
+Argument = Buffer | HostBuffer | Pointer | int | float | None | ctypes.Structure | ctypes.c_int64 | ctypes.c_uint64
 
 
 class Device(Protocol):
@@ -130,6 +134,10 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait for everything enqueued."""
+        ...
+
+    def idle(self) -> bool:
+        """Nothing enqueued is left to run. Raises DeviceLost when the device failed."""
         ...
 
     def free_bytes(self) -> int:
@@ -218,5 +226,11 @@ class Returned(ctypes.Structure):
 
 
 def kernel_source(name: str) -> str:
-    """The text of a kernel file with the shared part in front."""
-    return (KERNEL_DIR / "common.cuh").read_text() + (KERNEL_DIR / f"{name}.cu").read_text()
+    """The text of a kernel file with the shared parts in front."""
+    parts = ["common.cuh", *(["matmul.cuh"] if name in ("gemv", "gemm") else []), f"{name}.cu"]
+    return "".join((KERNEL_DIR / part).read_text() for part in parts)
+
+
+def kernel_names(text: str) -> list[str]:
+    """Kernels in a source."""
+    return sorted(set(re.findall(r"^KERNEL (?:__launch_bounds__\([^)]*\) )?(\w+)\(", text, re.M)))

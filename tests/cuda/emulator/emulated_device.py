@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import re
 import shutil
 import subprocess
 import tempfile
@@ -15,10 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glm53serve.cuda.runtime import KERNEL_DIR, SOURCES, Argument, Buffer, HostBuffer, Pointer, pack_arguments
+from glm53serve.cuda.runtime import KERNEL_DIR, SOURCES, Argument, Buffer, HostBuffer, Pointer, kernel_names, pack_arguments
 
 HERE = Path(__file__).parent
-KERNEL = re.compile(r"^KERNEL (?:__launch_bounds__\([^)]*\) )?(\w+)\(", re.M)
 
 
 def compiler() -> str | None:
@@ -28,9 +26,9 @@ def compiler() -> str | None:
 
 def build(defines: Mapping[str, int]) -> Path:
     """Compile all kernels with these sizes into a shared library, once for each text and sizes."""
-    common = (KERNEL_DIR / "common.cuh").read_text()
+    common = (KERNEL_DIR / "common.cuh").read_text() + (KERNEL_DIR / "matmul.cuh").read_text()
     body = "".join((KERNEL_DIR / f"{name}.cu").read_text() for name in SOURCES)
-    names = sorted(set(KERNEL.findall(body)))
+    names = kernel_names(body)
     calls = "".join(f'extern "C" void call_{name}(void** p) {{ call_kernel({name}, p); }}\n' for name in names)
     text = f'#define GLM_EMULATE 1\n#include "{HERE / "emulate.h"}"\n{common}{body}{calls}'
     flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-w", *(f"-D{key}={value}" for key, value in sorted(defines.items()))]
@@ -163,6 +161,9 @@ class EmulatedDevice:
 
     def synchronize(self) -> None:
         return None
+
+    def idle(self) -> bool:
+        return True
 
     def free_bytes(self) -> int:
         return self.left

@@ -1,0 +1,261 @@
+"""The product's `Device`: CuPy for compiling, memory and streams, the driver API (cuda-bindings) for launches and loops."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53serve.cuda.runtime import MODULES, Argument, Buffer, HostBuffer, Pointer, kernel_names, kernel_source, pack_arguments
+from glm53serve.engine.seam import DeviceLost
+
+MAX_DYNAMIC_SHARED = 227 << 10
+
+
+class CudaUnavailable(RuntimeError):
+    """There is no usable NVIDIA GPU, or a package is missing; the message says which."""
+
+
+def _modules() -> tuple[Any, Any]:
+    try:
+        import cupy
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise CudaUnavailable(f"the CUDA backend needs the packages of glm53serve[cuda]: {error}") from error
+    return cupy, driver
+
+
+def available() -> str | None:
+    """Name of the first GPU, or None when there is none to be had."""
+    try:
+        cupy, _ = _modules()
+        if cupy.cuda.runtime.getDeviceCount() < 1:
+            return None
+        return str(cupy.cuda.runtime.getDeviceProperties(0)["name"].decode())
+    except (CudaUnavailable, RuntimeError):
+        return None
+
+
+def _checked(result: Any) -> Any:
+    error, *rest = result if isinstance(result, tuple) else (result,)
+    if int(error) != 0:
+        raise RuntimeError(f"CUDA driver: {error}")
+    return rest[0] if len(rest) == 1 else tuple(rest)
+
+
+class CupyGraph:
+    """A captured graph."""
+
+    def __init__(self, graph: Any, stream: Any) -> None:
+        self._graph, self._stream = graph, stream
+        graph.upload(stream)
+
+    def launch(self) -> None:
+        """Enqueue it."""
+        self._graph.launch(self._stream)
+
+
+class CupyLoop:
+    """A graph with one WHILE node."""
+
+    def __init__(self, driver: Any, executable: Any, stream: Any, keep: tuple[Any, ...]) -> None:
+        self._driver, self._executable, self._stream, self._keep = driver, executable, driver.CUstream(stream.ptr), keep
+
+    def launch(self) -> None:
+        """Enqueue it."""
+        _checked(self._driver.cuGraphLaunch(self._executable, self._stream))
+
+
+class CupyFence:
+    """An event."""
+
+    def __init__(self, cupy: Any, stream: Any) -> None:
+        self._cupy = cupy
+        self._event = cupy.cuda.Event(disable_timing=True)
+        self._event.record(stream)
+
+    def reached(self) -> bool:
+        """The event has happened."""
+        return bool(self._event.done)
+
+    def wait(self) -> None:
+        """Wait for it, without holding the interpreter."""
+        try:
+            self._event.synchronize()
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise DeviceLost(str(error)) from error
+
+
+class CupyDevice:
+    """GPU number `index` with the kernels compiled for `defines` and loaded. Raises CudaUnavailable. See `Device`."""
+
+    def __init__(self, defines: Mapping[str, int], index: int = 0, extra_sources: Mapping[str, str] | None = None) -> None:
+        self.cupy, self.driver = _modules()
+        try:
+            count = self.cupy.cuda.runtime.getDeviceCount()
+        except self.cupy.cuda.runtime.CUDARuntimeError as error:
+            raise CudaUnavailable(f"no NVIDIA GPU: {error}") from error
+        if index >= count:
+            raise CudaUnavailable(f"GPU {index}: there are {count}")
+        self.runtime = self.cupy.cuda.runtime
+        self.runtime.setDevice(index)
+        properties = self.runtime.getDeviceProperties(index)
+        if properties["major"] < 9:
+            found = f"{properties['major']}.{properties['minor']}"
+            raise CudaUnavailable(f"{properties['name'].decode()}: compute capability 9.0 or later is needed, this is {found}")
+        self.name = properties["name"].decode()
+        self.stream = self.cupy.cuda.Stream(non_blocking=True)
+        self._stream = self.driver.CUstream(self.stream.ptr)
+        self._memory: list[Any] = []
+        self._hosts: list[int] = []
+        self._functions: dict[str, Any] = {}
+        self._pool = self.cupy.cuda.MemoryPool()
+        self._load(defines, extra_sources or {})
+
+    def _load(self, defines: Mapping[str, int], extra: Mapping[str, str]) -> None:
+        texts = [(kernel_source(name), {**defines, **own}) for name, own in MODULES] + [(text, dict(defines)) for text in extra.values()]
+        self._raw = [self.cupy.RawModule(code=text, backend="nvrtc", options=_options(sizes)) for text, sizes in texts]
+
+        def compile_one(raw: Any) -> None:
+            raw.compile()
+
+        with ThreadPoolExecutor(len(self._raw)) as pool:
+            list(pool.map(compile_one, self._raw))
+        for raw, (text, sizes) in zip(self._raw, texts, strict=True):
+            for kernel in kernel_names(text):
+                if "ONLY" in sizes and kernel != f"gemv_{sizes['ONLY']}":
+                    continue
+                function = raw.get_function(kernel)
+                self._functions[kernel] = self.driver.CUfunction(function.kernel.ptr)
+                attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _checked(self.driver.cuFuncSetAttribute(self._functions[kernel], attribute, MAX_DYNAMIC_SHARED - function.shared_size_bytes))
+
+    def alloc(self, nbytes: int) -> Buffer:
+        """Zeroed device memory."""
+        memory = self._pool.malloc(nbytes)
+        memory.memset_async(0, nbytes, self.stream)
+        self._memory.append(memory)
+        return Buffer(int(memory.ptr), nbytes)
+
+    def host(self, nbytes: int) -> HostBuffer:
+        """Zeroed pinned host memory."""
+        address = self.runtime.hostAlloc(nbytes, self.runtime.hostAllocMapped | self.runtime.hostAllocPortable)
+        self._hosts.append(address)
+        view = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        view[:] = 0
+        return HostBuffer(address, view)
+
+    def upload(self, to: Pointer, array: NDArray[Any]) -> None:
+        """Copy an array to the device (pageable memory is staged before this returns)."""
+        flat = np.ascontiguousarray(array)
+        self.runtime.memcpyAsync(int(to), flat.ctypes.data, flat.nbytes, self.runtime.memcpyHostToDevice, self.stream.ptr)
+
+    def download(self, start: Pointer, array: NDArray[Any]) -> None:
+        """Copy device memory into an array."""
+        try:
+            self.runtime.memcpyAsync(array.ctypes.data, int(start), array.nbytes, self.runtime.memcpyDeviceToHost, self.stream.ptr)
+            self.stream.synchronize()
+        except self.runtime.CUDARuntimeError as error:
+            raise DeviceLost(str(error)) from error
+
+    def copy(self, to: Pointer, start: Pointer, nbytes: int) -> None:
+        """Copy device memory."""
+        self.runtime.memcpyAsync(int(to), int(start), nbytes, self.runtime.memcpyDeviceToDevice, self.stream.ptr)
+
+    def copy_host(self, to: Pointer, start: HostBuffer, nbytes: int) -> None:
+        """Copy pinned memory to the device."""
+        self.runtime.memcpyAsync(int(to), start.address, nbytes, self.runtime.memcpyHostToDevice, self.stream.ptr)
+
+    def zero(self, to: Pointer, nbytes: int) -> None:
+        """Zero device memory."""
+        self.runtime.memsetAsync(int(to), 0, nbytes, self.stream.ptr)
+
+    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Argument], shared: int = 0) -> None:
+        """Enqueue a kernel."""
+        array, keep = pack_arguments(arguments)
+        x, y, z = (*grid, 1, 1)[:3]
+        error = self.driver.cuLaunchKernel(self._functions[kernel], x, y, z, threads, 1, 1, shared, self._stream, ctypes.addressof(array), 0)[0]
+        del keep
+        if int(error) != 0:
+            raise RuntimeError(f"launching {kernel}: {error}")
+
+    def record(self, body: Callable[[], None]) -> CupyGraph:
+        """Capture the launches of `body`."""
+        with self.stream:
+            self.stream.begin_capture()
+            try:
+                body()
+            except BaseException:
+                self._abandon_capture()
+                raise
+            graph = self.stream.end_capture()
+        return CupyGraph(graph, self.stream)
+
+    def _abandon_capture(self) -> None:
+        try:
+            self.stream.end_capture()
+        except self.runtime.CUDARuntimeError:
+            return  # the capture was already invalid; the first error is the one that is raised
+
+    def record_loop(self, body: Callable[[int], None]) -> CupyLoop:
+        """Capture `body` into a WHILE node."""
+        d = self.driver
+        graph, context = _checked(d.cuGraphCreate(0)), _checked(d.cuCtxGetCurrent())
+        handle = _checked(d.cuGraphConditionalHandleCreate(graph, context, 1, 1))
+        node = d.CUgraphNodeParams()
+        node.type = d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        node.conditional.handle = handle
+        node.conditional.type = d.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+        node.conditional.size = 1
+        node.conditional.ctx = context
+        _checked(d.cuGraphAddNode(graph, None, None, 0, node))
+        inner = node.conditional.phGraph_out[0]
+        _checked(d.cuStreamBeginCaptureToGraph(self._stream, inner, None, None, 0, d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+        try:
+            body(int(handle))
+        finally:
+            result = d.cuStreamEndCapture(self._stream)
+        _checked(result)
+        executable = _checked(d.cuGraphInstantiate(graph, 0))
+        _checked(d.cuGraphUpload(executable, self._stream))
+        self.stream.synchronize()
+        return CupyLoop(d, executable, self.stream, (graph, handle, node))
+
+    def fence(self) -> CupyFence:
+        """A fence behind everything enqueued so far."""
+        return CupyFence(self.cupy, self.stream)
+
+    def synchronize(self) -> None:
+        """Wait for everything enqueued."""
+        try:
+            self.stream.synchronize()
+        except self.runtime.CUDARuntimeError as error:
+            raise DeviceLost(str(error)) from error
+
+    def idle(self) -> bool:
+        """Nothing enqueued is left to run."""
+        try:
+            return bool(self.stream.done)
+        except self.runtime.CUDARuntimeError as error:
+            raise DeviceLost(str(error)) from error
+
+    def free_bytes(self) -> int:
+        """Device memory not in use."""
+        return int(self.runtime.memGetInfo()[0]) + int(self._pool.free_bytes())
+
+    def close(self) -> None:
+        """Release everything allocated here."""
+        self.stream.synchronize()
+        self._memory.clear()
+        self._pool.free_all_blocks()
+        for address in self._hosts:
+            self.runtime.freeHost(address)
+        self._hosts.clear()
+
+
+def _options(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    return ("-std=c++17", *(f"-D{key}={value}" for key, value in sorted(sizes.items())))

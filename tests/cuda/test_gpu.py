@@ -1,0 +1,139 @@
+"""The CUDA backend on a real GPU, against the reference, the goldens and itself: `make test-cuda`. Skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from checks import Churn, backend_of, greedy, logits_in_pieces, prefill, run, same_turns  # noqa: E402
+from goldens import NAMES, golden  # noqa: E402
+from tinymodel import FEATURES, random_ids, tiny_model  # noqa: E402
+
+from glm53serve.cuda.backend import CudaBackend, load_backend  # noqa: E402
+from glm53serve.cuda.cupy_runtime import CupyDevice, available  # noqa: E402
+from glm53serve.cuda.decode import decode_loop  # noqa: E402
+from glm53serve.cuda.runtime import Device  # noqa: E402
+from glm53serve.engine.launch_ahead import End, RowPlan  # noqa: E402
+from glm53serve.engine.tokenizer import Tokenizer  # noqa: E402
+from glm53serve.load import shipped_model  # noqa: E402
+from glm53serve.model.checkpoint import open_checkpoint  # noqa: E402
+from glm53serve.model.reference import ReferenceModel  # noqa: E402
+
+pytestmark = pytest.mark.skipif(available() is None, reason="needs an NVIDIA GPU and the packages of glm53serve[cuda]")
+
+
+def gpu(sizes: Mapping[str, int]) -> Device:
+    """The first GPU."""
+    return CupyDevice(sizes)
+
+
+@lru_cache
+def nano(looping: bool = True) -> CudaBackend:
+    """The shipped model."""
+    return load_backend(open_checkpoint(shipped_model()), 16, 4096, 512, make_device=gpu, looping=looping)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_against_the_reference(name: str) -> None:
+    model = tiny_model(seed=1, weight_format="bf16", **FEATURES[name])
+    backend = backend_of(model, gpu)
+    ids = random_ids(model.config, 52)
+    reference = model.reference(np.float64)
+    expected = reference.forward(ids, reference.new_state())
+    for pieces in ([40] + [1] * 12, [7, 23, 1, 9, 12]):
+        assert np.abs(logits_in_pieces(backend, 0, ids, pieces) - expected).max() <= 5e-4 * np.abs(expected).max()
+    backend.device.close()
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "int8", "int4", "f32"])
+def test_every_weight_format_against_the_reference(fmt: str) -> None:
+    model = tiny_model(seed=1, weight_format=fmt)  # type: ignore[arg-type]
+    backend = backend_of(model, gpu)
+    ids = random_ids(model.config, 40)
+    reference = model.reference(np.float64)
+    expected = reference.forward(ids, reference.new_state())
+    assert np.abs(logits_in_pieces(backend, 0, ids, [30, 10]) - expected).max() <= 5e-4 * np.abs(expected).max()
+    backend.device.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_goldens(name: str) -> None:
+    data = golden(name)
+    backend = load_backend(open_checkpoint(data.directory), 2, 512, 64, make_device=gpu)
+    got = logits_in_pieces(backend, 0, data.ids, [len(data.prompt), *[1] * len(data.greedy)])
+    assert np.abs(got - data.logits).max() <= 2e-3 * np.abs(data.logits).max()
+    assert greedy(backend, 1, data.prompt, len(data.greedy)) == data.greedy.tolist()
+    backend.device.close()
+
+
+def test_depths_and_device_loops_give_the_same_bytes_over_a_thousand_schedules() -> None:
+    backend = nano()
+    rng = np.random.default_rng(11)
+    schedules = int(os.environ.get("GLM53_TEST_SCHEDULES", "250"))
+    for number in range(schedules):
+        churn = Churn.random(rng, backend.layers.config.vocab_size, turns=int(rng.integers(2, 7)), longest=24)
+        plain = churn.play(backend, 0, 0, slots=3)
+        for mode in ((1, 0), (4, 0), (1, 16)):
+            assert same_turns(plain, churn.play(backend, *mode, slots=3)), (number, mode)
+
+
+def test_logits_of_the_shipped_model() -> None:
+    checkpoint = open_checkpoint(shipped_model())
+    reference = ReferenceModel(checkpoint.config, checkpoint.layer, checkpoint, checkpoint.embedding(), checkpoint.final_norm(), checkpoint.lm_head(), np.float32)
+    ids = np.random.default_rng(3).integers(0, 900, 300)
+    state = reference.new_state()
+    expected = reference.forward(ids, state)
+    backend = nano()
+    scale = np.abs(expected).max()
+    decode = logits_in_pieces(backend, 0, ids, [280] + [1] * 20)
+    print("largest error / largest logit: decode", np.abs(decode - expected)[280:].max() / scale, "prefill", np.abs(decode - expected)[:280].max() / scale)
+    assert np.abs(decode - expected).max() <= 2e-3 * scale
+
+
+def test_tasks_of_the_shipped_model() -> None:
+    backend, tokenizer = nano(), Tokenizer(shipped_model())
+    data = Path(__file__).parent.parent / "data"
+    lines = [json.loads(line) for line in (data / "nano_tasks.jsonl").read_text(encoding="utf-8").splitlines()]
+    tasks = [t for t in lines if t["reference_correct"]]
+    stops = tuple(sorted({*backend.layers.config.eos_token_ids, *tokenizer.special_ids}))[:8]
+    wrong = []
+    for start in range(0, len(tasks), 16):
+        group = tasks[start : start + 16]
+        answers: dict[int, list[int]] = {}
+        loop = decode_loop(backend.decoder, 1)
+        for slot, task in enumerate(group):
+            ids = np.array(tokenizer.encode(task["prompt"].encode()))
+            answers[slot] = [prefill(backend, slot, ids)]
+            if answers[slot][0] not in stops:
+                loop.start(RowPlan(slot, answers[slot][0], len(ids), 400, 4096 - len(ids), stops))
+        for commit in run(loop):
+            if commit.token is not None and commit.end != End.STOP:
+                answers[commit.slot].append(commit.token)
+        for slot, task in enumerate(group):
+            said = tokenizer.decode([t for t in answers[slot] if t not in stops]).decode(errors="replace")
+            if said != task["expected"]:
+                wrong.append((task["id"], task["margin"], said[:60], task["expected"][:60]))
+    print(f"{len(tasks) - len(wrong)} of {len(tasks)} answers as the reference gives them; others (margin of the reference's closest call):", wrong)
+    assert len(wrong) <= 0.01 * len(tasks)
+
+
+def test_compute_sanitizer_is_clean_on_a_short_run() -> None:
+    import shutil
+
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        pytest.skip("compute-sanitizer is not installed")
+    script = Path(__file__).parent / "short_run.py"
+    done = subprocess.run([tool, "--error-exitcode", "7", sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "ERROR SUMMARY: 0 errors" in done.stdout
