@@ -57,11 +57,11 @@ def serve(model: Path, tmp_path: Path) -> Iterator[Callable[..., Served]]:
 # -- scenarios: each returns quietly, or fails
 
 
-def halted_chunk_leaves_the_slot_as_it_was(serve: Callable[..., Served], fresh: Fresh, prime: bytes = PRIME) -> None:
-    """Prime a slot, halt a chunk deep inside it, and the retry reuses the primed tokens and answers as a fresh engine."""
+def halted_chunk_leaves_the_slot_as_it_was(serve: Callable[..., Served], fresh: Fresh, prime: bytes = PRIME, from_end: int = 1) -> None:
+    """Prime a slot, halt a chunk near its end, and the retry reuses the primed tokens and answers as a fresh engine."""
     served = serve()
     served.wait(served.submit(prime, max_tokens=1))
-    with cancel_at_ask(served, count_asks(fresh, LONG) - 1) as hit:
+    with cancel_at_ask(served, count_asks(fresh, LONG) - from_end) as hit:
         turn = served.wait(served.submit(prime + LONG))
     assert turn.outcome == "CANCELLED" and hit and served.halted() == 1
     assert f"CANCEL {turn.id} {len(prime + LONG)} 0 {len(prime)}" in served.log
@@ -71,9 +71,10 @@ def halted_chunk_leaves_the_slot_as_it_was(serve: Callable[..., Served], fresh: 
 
 
 def every_pool_remainder(serve: Callable[..., Served], fresh: Fresh) -> None:
-    """The same with the slot's end 1, 2 and 3 tokens into an incomplete pool."""
+    """The same with the slot's end 1, 2 and 3 tokens into an incomplete pool, halted at each of the last few questions."""
     for length in (9, 10, 11):
-        halted_chunk_leaves_the_slot_as_it_was(serve, fresh, PRIME[:3] * 3 + b"xy"[: length - 9])
+        for from_end in range(6):
+            halted_chunk_leaves_the_slot_as_it_was(serve, fresh, PRIME[:3] * 3 + b"xy"[: length - 9], from_end)
 
 
 def checkpoints_follow_the_history(serve: Callable[..., Served], fresh: Fresh) -> None:
