@@ -91,7 +91,7 @@ def _run(control: int, operations: int, count: int, rows: int, workers: int) -> 
 
 
 class Team:
-    """`threads` threads, the caller among them. Only one thread may call `run` at a time."""
+    """`threads` threads, the caller among them. Callers of `run` take turns."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -100,6 +100,7 @@ class Team:
         self._view = self._memory[(self._control - self._memory.ctypes.data) // 8 :]
         self._wake = threading.Semaphore(0)
         self._lock = threading.Lock()
+        self._one_at_a_time = threading.Lock()
         self._workers = [threading.Thread(target=self._loop, name=f"kernels-{i}", daemon=True) for i in range(1, threads)]
         for worker in self._workers:
             worker.start()
@@ -114,11 +115,12 @@ class Team:
 
     def run(self, operations: int, count: int, rows: int) -> None:
         """Run `count` operations at address `operations`; `rows` scales the chunks of those that are split by row."""
-        if self._view[_PARKED // 8]:
-            with self._lock:
-                parked, self._view[_PARKED // 8] = int(self._view[_PARKED // 8]), 0
-            self._wake.release(parked)
-        _run(self._control, operations, count, rows, self.threads - 1)
+        with self._one_at_a_time:
+            if self._view[_PARKED // 8]:
+                with self._lock:
+                    parked, self._view[_PARKED // 8] = int(self._view[_PARKED // 8]), 0
+                self._wake.release(parked)
+            _run(self._control, operations, count, rows, self.threads - 1)
 
     def close(self) -> None:
         """End the workers."""
