@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import struct
 import sys
 import threading
 import time
@@ -38,6 +39,7 @@ from glm53serve.vulkan.device import Device
 from glm53serve.vulkan.errors import VulkanUnavailable
 from glm53serve.vulkan.layer import MoeFfn
 from glm53serve.vulkan.layers import VulkanLayers
+from glm53serve.vulkan.queue import Queue
 
 POOL = 1 << 26
 
@@ -148,18 +150,24 @@ def step_bytes(layers: VulkanLayers, depth: int) -> int:
     return total
 
 
-def copy_bandwidth(device: Device, nbytes: int) -> float:
-    """Bytes a second, read and written, of device-to-device copies."""
-    a, b = device.local(nbytes), device.local(nbytes)
+def copy_bandwidth(device: Device, rows: int, width: int) -> float:
+    """Bytes a second, read and written, of a kernel that copies `rows` x `width` floats (attn_sum of one part)."""
+    nbytes = 4 * rows * width
+    source, target, parameters, halt = device.local(nbytes), device.local(nbytes), device.local(4096), device.host(64)
+    device.zero([source, target])
+    device.put(parameters, np.array([rows], np.uint32))
+    commands, queue = Commands(device), Queue(device)
+    commands.begin(device.bind([halt, parameters], device.common_layout))
+    for _ in range(20):
+        groups = (-(-width // 128), rows, 1)
+        commands.dispatch(device.pipeline("attn_sum"), device.bind([source, target]), struct.pack("2I", width, 1), groups)
+        commands.kernel_barrier()
+    commands.end()
     best = 0.0
-    for _ in range(3):
-        commands = Commands(device)
-        commands.begin()
-        for _ in range(10):
-            commands.copy(a, b)
+    for _ in range(4):
         began = time.perf_counter()
-        commands.run()
-        best = max(best, 20 * nbytes / (time.perf_counter() - began))
+        queue.wait(queue.submit([commands]))
+        best = max(best, 40 * nbytes / (time.perf_counter() - began))
     return best
 
 
@@ -296,7 +304,7 @@ def main() -> int:
         except VulkanUnavailable as unavailable:
             print(unavailable.reason, file=sys.stderr)
             return 1
-        copy = copy_bandwidth(device, 1 << 30 if device.info.kind == "discrete" else 1 << 24)
+        copy = copy_bandwidth(device, 256, 1 << 20 if device.info.kind == "discrete" else 1 << 14)
         found = measure(device, config, rows, args.chunk, 64, args.steps, args.cancels, args.profile)
         found["copy GB/s"] = copy / 1e9
         found["decode share of copy"] = found["decode GB/s"] * 1e9 / copy

@@ -56,12 +56,13 @@ class HcSite:
         """x of the sub-layer in `xn`, post and M in `mix`."""
         c, z = self.sizes.config, self.sizes
         width = c.hc_mult * z.hidden
+        together = 1 if bucket <= VECTOR_ROWS else 4
         dots = Op(
             "hc_dots",
-            {},
+            {2: together},
             [s["x"], self.fn, s["dots"]],
             struct.pack("2I", self.outputs, width),
-            (-(-(self.outputs + 1) // 4), bucket, 1),
+            (-(-(self.outputs + 1) // together), bucket, 1),
             2.0 * bucket * self.outputs * width,
             self.fn.nbytes,
         )
@@ -241,7 +242,7 @@ class DsaLayer:
 
     def _attention(self, s: Scratch, bucket: int) -> list[Stage]:
         c, z = self.sizes.config, self.sizes
-        heads, per_thread = c.num_heads, 1 if c.num_heads <= 16 else 2 if c.num_heads <= 32 else 4
+        heads, per_thread = c.num_heads, 1 if c.num_heads <= 16 or bucket <= 4 else 2 if c.num_heads <= 32 else 4
         head_tiles = -(-heads // (16 * per_thread))
         push = struct.pack("7If", heads, z.rank, z.tokens, z.capacity, c.index_kpool, c.index_topk, z.keep, c.qk_head_dim**0.5)
         flops = 2.0 * bucket * heads * z.tokens * z.rank

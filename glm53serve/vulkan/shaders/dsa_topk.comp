@@ -36,11 +36,14 @@ void main() {
             if (pass == 0u || (key >> (shift + 8u)) == (prefix >> (shift + 8u))) atomicAdd(bins[(key >> shift) & 255u], 1u);
         }
         barrier();
-        if (t == 0u) {
-            uint need = s_need, b = 255u;
-            while (b > 0u && bins[b] < need) { need -= bins[b]; --b; }
-            s_prefix = prefix | (b << shift); s_need = need;
+        uint own = bins[t], need = s_need;
+        for (uint h = 1u; h < WG; h <<= 1) {                            // how many lie in this bucket and above
+            uint v = t + h < WG ? bins[t + h] : 0u;
+            barrier();
+            bins[t] += v;
+            barrier();
         }
+        if (bins[t] >= need && bins[t] - own < need) { s_prefix = prefix | (t << shift); s_need = need - (bins[t] - own); }
         barrier();
     }
     uint threshold = s_prefix, equals = s_need, wrote = 0u, met = 0u;   // keep all above, and the first `equals` equal ones

@@ -10,8 +10,8 @@ layout(local_size_x = 256) in;
 layout(constant_id = 2) const uint NS = 4u;                          // streams
 layout(set = 1, binding = 0) readonly buffer D { float dots[]; };    // [rows, 128]
 layout(set = 1, binding = 1) readonly buffer C { float site[]; };    // base [(2+n)n], scale [3], norm weight [Hp] from 128 on
-layout(set = 1, binding = 2) readonly buffer X { float x[]; };       // [rows, n, Hp]
-layout(set = 1, binding = 3) buffer N { float xn[]; };               // [rows, Hp]
+layout(set = 1, binding = 2) readonly buffer X { vec4 x4[]; };       // [rows, n, Hp]
+layout(set = 1, binding = 3) buffer N { vec4 xn4[]; };               // [rows, Hp]
 layout(set = 1, binding = 4) writeonly buffer M { float mix[]; };    // [rows, 128]: post [n], M [n, n]
 layout(push_constant) uniform Push { uint H, Hp, rounds; float eps, hc_eps; } p;
 shared float s_pre[NS];
@@ -59,13 +59,17 @@ void main() {
         [[unroll]] for (uint i = 0u; i < NS * NS; ++i) mix[at + NS + i] = m[i];
     }
     barrier();
+    uint h4 = p.Hp >> 2;
     float sum = 0.0;
-    for (uint c = t; c < p.Hp; c += WG) {
-        float v = 0.0;
-        [[unroll]] for (uint j = 0u; j < NS; ++j) v += s_pre[j] * x[(row * NS + j) * p.Hp + c];
-        xn[row * p.Hp + c] = v;
-        sum += v * v;
+    for (uint c = t; c < h4; c += WG) {
+        vec4 v = vec4(0.0);
+        [[unroll]] for (uint j = 0u; j < NS; ++j) v += s_pre[j] * x4[(row * NS + j) * h4 + c];
+        xn4[row * h4 + c] = v;
+        sum += dot(v, v);
     }
     float r = 1.0 / sqrt(group_sum(sum) / float(p.H) + p.eps);
-    for (uint c = t; c < p.Hp; c += WG) xn[row * p.Hp + c] *= r * site[128u + c];
+    for (uint c = t; c < h4; c += WG) {
+        uint w = 128u + 4u * c;
+        xn4[row * h4 + c] *= r * vec4(site[w], site[w + 1u], site[w + 2u], site[w + 3u]);
+    }
 }

@@ -7,19 +7,23 @@ layout(set = 1, binding = 2) readonly buffer Scales { float scales[]; };
 #endif
 float from_bf16_low(uint u) { return uintBitsToFloat(u << 16); }
 float from_bf16_high(uint u) { return uintBitsToFloat(u & 0xffff0000u); }
+// Whole numbers become floats by putting them into the mantissa of 2^23: conversion instructions are slow on GPUs.
+const uint TWO_23 = 0x4b000000u;
 float from_e4m3(uint b) {
     uint magnitude = b & 0x7fu;
-    float v = magnitude < 8u ? float(magnitude) * 0.001953125 : uintBitsToFloat((magnitude << 20) + 0x3c000000u);
-    return (b & 0x80u) != 0u ? -v : v;
+    float small = (uintBitsToFloat(magnitude | TWO_23) - 8388608.0) * 0.001953125;
+    float v = magnitude < 8u ? small : uintBitsToFloat((magnitude << 20) + 0x3c000000u);
+    return uintBitsToFloat(floatBitsToUint(v) | (b & 0x80u) << 24);
 }
 vec4 four_e4m3(uint u) {
     return vec4(from_e4m3(u & 255u), from_e4m3((u >> 8) & 255u), from_e4m3((u >> 16) & 255u), from_e4m3(u >> 24));
 }
 vec4 four_int8(uint u) {
-    return vec4(float(int(u << 24) >> 24), float(int(u << 16) >> 24), float(int(u << 8) >> 24), float(int(u) >> 24));
+    uvec4 q = (uvec4(u, u >> 8, u >> 16, u >> 24) ^ 0x80u) & 255u | TWO_23;
+    return uintBitsToFloat(q) - 8388736.0;
 }
 vec4 four_int4(uint u) {
-    return vec4(float(u & 15u), float((u >> 4) & 15u), float((u >> 8) & 15u), float((u >> 12) & 15u)) - 8.0;
+    return uintBitsToFloat(uvec4(u, u >> 4, u >> 8, u >> 12) & 15u | TWO_23) - 8388616.0;
 }
 
 float weight_scale(uint row, uint k, uint K) {
