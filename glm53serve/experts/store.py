@@ -1,6 +1,6 @@
 """Routed experts on disk, being read, or in RAM, under a budget.
 
-Buffers are of two kinds: `keep` of them hold the experts with the most heat; the few `transit` ones take a missing expert that is not worth
+Buffers are of two kinds: `keep` of them hold the experts worth most (`Heat`); the few `transit` ones take a missing expert that is not worth
 keeping, from its read to its last product (and serve it again if it is asked for before they are needed). So a small budget never stops,
 and a cold expert never pushes out a hot one.
 
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from glm53serve.engine.seam import Halt, Halted, never
 from glm53serve.experts.files import THREADS, ExpertFiles
-from glm53serve.experts.heat import FADE, Heat
+from glm53serve.experts.heat import Heat
 from glm53serve.experts.memory import allocate
 from glm53serve.experts.places import Place, place
 from glm53serve.experts.supply import Ready
@@ -75,7 +75,6 @@ class ExpertStore:
         files: ExpertFiles,
         note: Callable[[str], None] = lambda _line: None,
         allocator: Callable[[int], Buffer] = allocate,
-        fade: float = FADE,
     ) -> None:
         config = checkpoint.config
         numbers = {path: number for number, path in enumerate(checkpoint.files)}
@@ -87,7 +86,7 @@ class ExpertStore:
         }
         self.buffer_bytes = max((p.nbytes for p in self.places.values()), default=0)
         self.expert_bytes = max((p.stored for p in self.places.values()), default=1)
-        self.heat = Heat(len(self.layers), self.experts, fade)
+        self.heat = Heat(len(self.layers), self.experts)
         self.files = files
         self.keep = self.transit = 0
         self.reads = self.bytes_read = 0
@@ -142,9 +141,9 @@ class ExpertStore:
         """Fill free buffers in the background, the most used experts of the history first. history: uint64 [sparse layers, experts]."""
         if history is not None:
             self.heat.start_from(history, self._a_token)
-        order = np.argsort(-self.heat.values, axis=None, kind="stable")
+        order = np.argsort(-self.heat.chance, axis=None, kind="stable")
         if not self.holds_all:
-            order = order[self.heat.values.reshape(-1)[order] > 0]
+            order = order[self.heat.chance.reshape(-1)[order] > 0]
         with self._lock:
             self._warm = deque((self.layers[int(at) // self.experts], int(at) % self.experts) for at in order[: self.keep])
             self._work.notify_all()
@@ -261,7 +260,7 @@ class ExpertStore:
         if coldest is None:
             return None
         row, expert = coldest
-        if self.heat.values[row, expert] >= self.heat.values[self._row[key[0]], key[1]]:
+        if self.heat.worth[row, expert] >= self.heat.worth[self._row[key[0]], key[1]]:
             return None
         return self._entries[self.layers[row], expert]
 

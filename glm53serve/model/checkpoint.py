@@ -35,6 +35,7 @@ from glm53serve.model.weights import (
     KdaWeights,
     LayerWeights,
     Matrix,
+    MatrixFormat,
     MoeWeights,
 )
 
@@ -58,7 +59,7 @@ class Piece:
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
     role: str
-    format: str
+    format: MatrixFormat
     tensor: str
 
 
@@ -259,7 +260,7 @@ class Checkpoint:
 
 def _read(path: Path, extent: Extent) -> NDArray[Any]:
     data = np.empty(extent.nbytes, np.uint8)
-    view, position = memoryview(data), extent.offset
+    view, position = data.data, extent.offset
     try:
         with path.open("rb", buffering=0) as file:
             while view:
