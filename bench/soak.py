@@ -182,7 +182,7 @@ def main() -> int:
 def soak(fresh: Rig, under_test: Rig, cancels: int, rng: random.Random, mutated: bool) -> int:
     """The run itself. Returns the exit code."""
     began = time.monotonic()
-    with under_test.start(SLOTS, GLM53_CHECKPOINT_GB="0", GLM53_PREFILL_CHUNK="120", GLM53_MAXT="1024") as client:
+    with under_test.start(SLOTS, GLM53_CHECKPOINT_GB="0", GLM53_PREFILL_CHUNK="121", GLM53_MAXT="1024") as client:
         run = Soak(client, fresh, rng)
         process = psutil.Process(client.pid)
         for slot in range(SLOTS):

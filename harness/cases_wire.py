@@ -322,7 +322,7 @@ def slow_reader(rig: Rig) -> str:
         client.pause_reading()
         began = time.monotonic()
         turns = [client.submit(text, i % 16, 2) for i in range(40)]
-        for turn in turns[2:16]:
+        for turn in turns[1:]:
             client.cancel(turn)
         while time.monotonic() < began + 5:
             time.sleep(0.1)
@@ -334,10 +334,9 @@ def slow_reader(rig: Rig) -> str:
         served = sum(turn.outcome == "DONE" for turn in turns)
         cancelled = sum(turn.outcome == "CANCELLED" for turn in turns)
         expect("turns with another end", len(turns) - busy - served - cancelled, 0)
-        for turn in turns[:2]:
-            expect(f"turn {turn.id}", turn.outcome, "DONE")
+        expect("the turn that was left alone", turns[0].outcome, "DONE")
         if cancelled < 10:
-            raise Failed(f"only {cancelled} of 14 CANCELs were honoured while nobody read")
+            raise Failed(f"only {cancelled} turns were cancelled while nobody read, {served} were served")
         peak = max(peak, process.memory_info().rss)
         if peak - before > 1 << 30:
             raise Failed(f"memory grew by {(peak - before) >> 20} MiB")
