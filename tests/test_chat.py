@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import os
 import pty
 import re
@@ -11,19 +13,22 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm53serve.commands.chat import Thoughts
+from glm53serve.commands.chat import Chat, Screen, Thoughts
+from glm53serve.commands.daemon_client import DaemonClient, Outcome
 from glm53serve.model.synth import synth
 from harness.client import child_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "glm53serve" / "data" / "glm53-nano"
 CHAT = [sys.executable, "-m", "glm53serve", "chat"]
-PATIENCE = 60.0
+PATIENCE = 200.0
+"""Seconds; the first start on a machine compiles the kernels."""
 
 
 @pytest.fixture
@@ -110,7 +115,7 @@ def terminal(usage: dict[str, str]) -> Iterator[list[Terminal]]:
 
 
 def test_questions_from_a_pipe_get_one_answer_each(usage: dict[str, str]) -> None:
-    done = piped("What is 345 + 67?\n\n/reset\nWhat is 20 + 3?\n", usage)
+    done = piped("What is 345 + 67?\n\n/reset\nWhat is 20 + 3?\n/quit\nWhat is 1 + 1?\n", usage)
     assert done.stdout == "345 + 67 = 412\n20 + 3 = 23\n"
     assert (done.returncode, done.stderr) == (0, "glm53serve: The conversation begins anew.\n")
 
@@ -122,15 +127,53 @@ def test_the_conversation_is_remembered_until_reset(usage: dict[str, str]) -> No
     assert len(answers) == 3 and "Hugo" not in answers[2]
 
 
-def test_quit_ends_before_the_input_does(usage: dict[str, str]) -> None:
-    done = piped("/quit\nWhat is 20 + 3?\n", usage)
-    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
-
-
 def test_a_budget_that_ends_in_the_thought_is_told(usage: dict[str, str]) -> None:
     done = piped("What is 345 + 67?\n", usage, "--max-tokens", "3")
     assert done.stdout == ""
     assert done.stderr == "glm53serve: (ended after 3 tokens or at the end of the context; the question is forgotten)\n"
+
+
+class Script:
+    """In the place of the daemon: answers with given pieces and keeps the prompts."""
+
+    def __init__(self, *answers: tuple[list[bytes], str]) -> None:
+        self.answers = list(answers)
+        self.prompts: list[bytes] = []
+
+    def turn(self, prompt: bytes, max_tokens: int, temperature: float, top_p: float, outcome: Outcome) -> Iterator[bytes]:
+        self.prompts.append(prompt)
+        pieces, outcome.error = self.answers.pop(0)
+        yield from pieces
+
+
+def scripted(*answers: tuple[list[bytes], str]) -> tuple[Chat, Script, io.TextIOWrapper]:
+    script, stream = Script(*answers), io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    arguments = argparse.Namespace(no_think=False, max_tokens=64, temperature=0.0, top_p=1.0)
+    return Chat(SHIPPED, cast(DaemonClient, script), Screen(stream), arguments), script, stream
+
+
+def printed(stream: io.TextIOWrapper) -> str:
+    return cast(io.BytesIO, stream.buffer).getvalue().decode()
+
+
+def test_characters_and_marks_that_are_split_over_frames() -> None:
+    answer = "né</think>café 日".encode()
+    chat, script, stream = scripted(([bytes([b]) for b in answer], ""), ([b"</think>ok"], ""))
+    assert chat.take("one") and chat.take("two")
+    assert printed(stream) == "café 日\nok\n"
+    assert "</think>café 日<|user|>two" in script.prompts[1].decode() and "né" not in script.prompts[1].decode()
+
+
+def test_what_was_cancelled_is_kept_as_far_as_it_was_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    chat, script, _ = scripted(([b"hm"], "CANCELLED"), ([b"</think>half"], "CANCELLED"), ([], "CONTEXT_EXCEEDED prompt_tokens=9 requested=8 capacity=7"))
+    for question in ("one", "two", "three"):
+        assert chat.take(question)
+    assert [m["content"] for m in chat.messages] == ["two", "half"]
+    assert "one" not in script.prompts[1].decode() and "half<|user|>three" in script.prompts[2].decode()
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == "glm53serve: (cancelled; the question is forgotten)"
+    assert second == "glm53serve: (cancelled)"
+    assert "prompt_tokens=9 requested=8 capacity=7" in third
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ RATE = r"decode (\d+) token in \d+\.\d{3} = \d+\.\d{2} tok/s"
 def call(command: list[str], *arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a command with that environment and an empty input."""
     env = child_environment({"OMP_NUM_THREADS": "1", **environ})
-    return subprocess.run([*command, *map(str, arguments)], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env, cwd=ROOT, timeout=60)
+    return subprocess.run([*command, *map(str, arguments)], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env, cwd=ROOT, timeout=200)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ def test_a_reader_that_leaves_is_no_error(command: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=child_environment({"OMP_NUM_THREADS": "1"}), cwd=ROOT, timeout=60)
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=child_environment({"OMP_NUM_THREADS": "1"}), cwd=ROOT, timeout=200)
     finally:
         os.close(writing)
     assert done.stderr == b""

@@ -101,6 +101,19 @@ def test_commands_exist(path: Path) -> None:
         assert re.search(rf"^{extra} = \[", page("pyproject.toml"), re.M), extra
 
 
+def test_the_readme_names_every_command() -> None:
+    listed = re.findall(r"^    ([a-z]+) ", cli._glm53serve_parser().format_help(), re.M)
+    assert "serve" in listed
+    text = README.read_text(encoding="utf-8")
+    assert [name for name in listed if not re.search(rf"(?:glm53serve |`){name}\b", text)] == []
+
+
+@pytest.mark.parametrize("target", ["run", "test"])
+def test_make_knows_how(target: str) -> None:
+    done = subprocess.run(["make", "-n", target], capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_readme_has_its_two_commands_first() -> None:
     assert [line for line in commands(README.read_text(encoding="utf-8")) if line][:2] == ["make run", "make test"]
 
@@ -109,7 +122,7 @@ def test_the_readme_client_runs_as_printed(tmp_path: Path) -> None:
     programs = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.M | re.S)
     assert len(programs) == 1
     assert len([line for line in programs[0].splitlines() if line]) <= 20
-    done = subprocess.run([sys.executable, "-c", programs[0]], capture_output=True, text=True, env=environment(tmp_path), cwd=ROOT, timeout=120)
+    done = subprocess.run([sys.executable, "-c", programs[0]], capture_output=True, text=True, env=environment(tmp_path), cwd=ROOT, timeout=200)
     assert done.stderr == ""
     assert re.fullmatch(r"345 \+ 67 = 412 \| DONE 1 STAT 12 [\d.]+ [\d.]+ [\d.]+ 16 0\n", done.stdout)
 
