@@ -84,7 +84,7 @@ class GroupMemory:
 
     def form(self, name: str, width: int, kinds: set[int], natural: F32 | None = None, offset: int = 0) -> Form:
         """The same for activations in forms."""
-        key = (name, width, offset, *sorted(kinds & {pk.INT4, pk.INT4_Q8}))
+        key = (name, width, offset, *sorted(kinds & {pk.INT4, pk.INT4_Q16}))
         if key not in self._forms:
             self._forms[key] = Form(GROUP_ROWS, width, kinds, natural, offset)
         return self._forms[key]
@@ -242,7 +242,7 @@ class KdaPrograms:
         self.project = pack_dense([(w.q_proj, d), (w.k_proj, d), (w.v_proj, d), (w.f_a, d), (w.g_a, d)], bits)
         self.beta = [pk.pack(w.b_proj, False)] if w.b_proj.format in ("f32", "bf16") else pack_dense([(w.b_proj, w.b_proj.rows)], 32)
         self.gates = pack_dense([(w.f_b, d), (w.g_b, d)], bits)
-        self.out = [pk.pack(pk.pad_head_columns(requantise(w.o_proj, bits), d), bits <= 8)]
+        self.out = [pk.pack(pk.pad_head_columns(requantise(w.o_proj, bits), d), bits < 32)]
         taps = np.concatenate([pad_vector(np.ascontiguousarray(t.T).ravel(), d).reshape(c.conv_width, -1) for t in (w.q_conv, w.k_conv, w.v_conv)], axis=1)
         self.taps = np.ascontiguousarray(taps, np.float32)
         self.dt_bias = pad_vector(w.dt_bias, d)
@@ -326,7 +326,7 @@ class DsaPrograms:
         wide = max(bits, 16)
         self.absorb = pk.pack(requantise(f32_matrix(keys.reshape(-1, c.qk_head_dim)), wide), False)
         self.values = pk.pack(requantise(f32_matrix(values.reshape(-1, c.kv_lora_rank)), wide), False)
-        self.out = [pk.pack(pk.pad_head_columns(requantise(w.o_proj, bits), c.v_head_dim), bits <= 8)]
+        self.out = [pk.pack(pk.pad_head_columns(requantise(w.o_proj, bits), c.v_head_dim), bits < 32)]
         self.q_norm, self.kv_norm = pad_vector(w.q_a_norm), pad_vector(w.kv_a_norm)
         self.indexed = i is not None
         if i is not None:

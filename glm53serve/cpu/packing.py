@@ -16,8 +16,8 @@ from glm53serve.model.weights import FfnWeights, Matrix, MatrixFormat
 GROUP = 64
 KINDS: dict[MatrixFormat, int] = {"f32": 0, "bf16": 1, "int8": 2, "fp8": 3, "int4": 4}
 INT4 = 4
-INT4_Q8 = 5
-"""int4 weights that meet int8 activations (see `glm53serve.cpu.kernels.ir_tiles`)."""
+INT4_Q16 = 5
+"""int4 weights that meet 16-bit activations (see `glm53serve.cpu.kernels.ir_tiles`)."""
 _ROW_BYTES = {0: 256, 1: 128, 2: 64, 3: 64, 4: 32, 5: 32}
 
 
@@ -51,7 +51,7 @@ class Packed:
         return int(self.data.nbytes) + (0 if self.scale is None else int(self.scale.nbytes))
 
 
-def pack(m: Matrix, int8_activations: bool) -> Packed:
+def pack(m: Matrix, level_activations: bool) -> Packed:
     """A matrix as stored, in place where its columns fill whole groups, else padded into memory of its own."""
     groups = -(-m.cols // GROUP)
     kind = KINDS[m.format]
@@ -65,8 +65,8 @@ def pack(m: Matrix, int8_activations: bool) -> Packed:
                 data[:, m.cols // 2] = (data[:, m.cols // 2] & 15) | 0x80
         else:
             data = np.pad(m.data, ((0, 0), (0, extra)))
-    if kind == INT4 and int8_activations:
-        kind = INT4_Q8
+    if kind == INT4 and level_activations:
+        kind = INT4_Q16
     scale = None if m.scale is None else np.ascontiguousarray(m.scale, np.float32)
     return Packed(kind, m.rows, groups, np.ascontiguousarray(data), scale)
 
@@ -106,7 +106,7 @@ def pack_dense(matrices: Sequence[tuple[Matrix, int]], bits: int) -> list[Packed
             parts[-1].append(m)
         else:
             parts.append([m])
-    return [pack(_merged(run), bits <= 8) for run in parts]
+    return [pack(_merged(run), bits < 32) for run in parts]
 
 
 def _merged(run: Sequence[Matrix]) -> Matrix:
@@ -121,7 +121,7 @@ def pack_expert(w: FfnWeights, bits: int) -> tuple[Packed, Packed, Packed]:
     """A routed expert as stored: gate, up, down, all of one format. Raises ValueError when they differ."""
     if not w.gate.format == w.up.format == w.down.format:
         raise ValueError(f"a routed expert's matrices are {w.gate.format}, {w.up.format} and {w.down.format}: they must have one format")
-    return pack(w.gate, bits <= 8), pack(w.up, bits <= 8), pack(w.down, bits <= 8)
+    return pack(w.gate, bits < 32), pack(w.up, bits < 32), pack(w.down, bits < 32)
 
 
 def pad_vector(values: NDArray[np.float32], head: int | None = None) -> NDArray[np.float32]:

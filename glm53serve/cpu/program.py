@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm53serve.cpu.kernels.fields import Arguments, address
-from glm53serve.cpu.packing import GROUP, INT4, INT4_Q8, Packed
+from glm53serve.cpu.packing import GROUP, INT4, INT4_Q16, Packed
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
@@ -51,8 +51,8 @@ class Form:
         self.start = address(self.natural) + 4 * offset
         self.stride = self.natural.strides[0]
         self.permuted = zeros(rows, width) if INT4 in kinds else None
-        quantised = INT4_Q8 in kinds
-        self.bytes = zeros(rows, width, dtype=np.int8) if quantised else None
+        quantised = INT4_Q16 in kinds
+        self.bytes = zeros(rows, 2 * width, dtype=np.int8) if quantised else None
         self.scale = zeros(rows, self.groups) if quantised else None
         self.offset = zeros(rows, self.groups, dtype=np.int32) if quantised else None
 
@@ -66,7 +66,7 @@ class Form:
             permuted=at(self.permuted),
             permuted_stride=4 * width,
             bytes=at(self.bytes),
-            bytes_stride=width,
+            bytes_stride=2 * width,
             scale=at(self.scale),
             offset=at(self.offset),
             scale_stride=4 * self.groups,
@@ -84,9 +84,9 @@ class Form:
         if kind == INT4:
             assert self.permuted is not None
             x, stride = address(self.permuted), 256 * self.groups
-        elif kind == INT4_Q8:
+        elif kind == INT4_Q16:
             assert self.bytes is not None
-            x, stride = address(self.bytes), 64 * self.groups
+            x, stride = address(self.bytes), 128 * self.groups
         scale = 0 if self.scale is None else address(self.scale)
         offset = 0 if self.offset is None else address(self.offset)
         return {"x": x, "x_stride": stride, "x_scale": scale, "x_offset": offset, "x_scale_stride": 4 * self.groups}
@@ -161,7 +161,7 @@ class Program:
                 heads=heads,
                 w_head=n * part.stride,
                 scale_head=n * part.scale_stride,
-                x_head=x_head * {INT4_Q8: 1}.get(part.kind, 4),
+                x_head=x_head * {INT4_Q16: 2}.get(part.kind, 4),
                 x_scale_head=x_head // GROUP * 4,
                 y_head=4 * y_head,
                 **form.read_by(part.kind),

@@ -25,7 +25,7 @@ from glm53serve.cpu.compiled import (
 )
 from glm53serve.cpu.kernels.fields import address
 from glm53serve.cpu.kernels.team import shared_team
-from glm53serve.cpu.packing import GROUP, INT4, INT4_Q8, Packed
+from glm53serve.cpu.packing import GROUP, INT4, INT4_Q16, Packed
 from glm53serve.cpu.plain import Count
 from glm53serve.cpu.program import Program
 from glm53serve.cpu.rows import GROUP_ROWS, Group, row_groups
@@ -85,7 +85,7 @@ class CompiledStack:
         self._layers: list[_Layer] = []
         self._programs: list[_Programs] = []
         self._group = GroupMemory()
-        self._int4 = INT4_Q8 if bits <= 8 else INT4
+        self._int4 = INT4_Q16 if bits < 32 else INT4
         self._run = RunMemory(config, {self._int4})
         self._chunk = ChunkMemory(config, 0, {self._int4})
 

@@ -63,7 +63,7 @@ def gather(a, chunk, chunks):
         if s.ldi(target + _PERM) != 0:
             _copy(s.ldi(target + _PERM) + i * s.ldi(target + _PERMS), s.ldi(source + _PERM) + row * s.ldi(source + _PERMS), 256 * groups)
         if s.ldi(target + _BYTES) != 0:
-            _copy(s.ldi(target + _BYTES) + i * s.ldi(target + _BYTESS), s.ldi(source + _BYTES) + row * s.ldi(source + _BYTESS), 64 * groups)
+            _copy(s.ldi(target + _BYTES) + i * s.ldi(target + _BYTESS), s.ldi(source + _BYTES) + row * s.ldi(source + _BYTESS), 128 * groups)
             t, u = i * s.ldi(target + _SCALES), row * s.ldi(source + _SCALES)
             for g in range(0, 4 * groups, 4):
                 s.stw(s.ldi(target + _SCALE) + t + g, s.ldw(s.ldi(source + _SCALE) + u + g))

@@ -4,8 +4,10 @@ A float tile computes y[m, n] = sum over k of x[m, k] * W[n, k] for M rows of x 
 that runs through k in order and is folded once at the end. The sum's order depends on LANES alone, so every tile shape gives a row the
 same bits.
 
-An integer tile (int4 weights times int8 activations, 64 columns a scale) sums each group of 64 products exactly in int32 and then the
-groups in order in float32: every tile shape and every instruction set gives the same bits.
+An integer tile (int4 weights times 16-bit activations, 64 columns a scale) sums each group of 64 products exactly in int32 and then the
+groups in order in float32: every tile shape and every instruction set gives the same bits. An activation is 256 * high + low, two int8
+that meet the same unpacked weights one after the other, so byte products do for 16 bits; in memory 64 high bytes come before their 64 low
+ones.
 
 Activations meet int4 weights in the order in which the nibbles lie: of each 64 columns first the even ones, then the odd ones.
 """
@@ -24,8 +26,8 @@ from glm53serve.cpu.kernels.simd import F32, I8, I16, I32, I64, VF, VI, constant
 from glm53serve.cpu.kernels.simd import call as call_intrinsic
 from glm53serve.cpu.kernels.target import HAS_AVX2, HAS_VNNI, LANES
 
-F32_, BF16, INT8, FP8, INT4, INT4_Q8 = range(6)
-"""Kinds of product: weights as named times float32 activations, INT4_Q8 times int8 ones."""
+F32_, BF16, INT8, FP8, INT4, INT4_Q16 = range(6)
+"""Kinds of product: weights as named times float32 activations, INT4_Q16 times 16-bit ones."""
 FLOAT_TILES = ((6, 4), (4, 4), (2, 8), (1, 8)) if LANES == 16 else ((6, 2), (4, 2), (2, 4), (1, 8))
 """(M, N) of the float tiles for M = 6, 4, 2, 1."""
 PANEL = 16
@@ -260,9 +262,13 @@ def _rows_tile(rows: int, width: int) -> Callable[..., None]:
                 scale = b.insert_element(scale, load(b, b.add(row, at), F32), ir.Constant(I32, n))
             result = []
             for m in range(rows):
-                x_at = b.add(x_rows[m], b.mul(group, _i(64)))
-                x_low, x_high = load(b, x_at, V32B), load(b, b.add(x_at, _i(32)), V32B)
-                dots = [_dot4(b, _dot4(b, constant(V8I, 0), low, x_low), high, x_high) for low, high in halves]
+                x_at = b.add(x_rows[m], b.mul(group, _i(128)))
+                x_parts = [load(b, b.add(x_at, _i(32 * part)), V32B) for part in range(4)]
+                dots = []
+                for low, high in halves:
+                    upper = _dot4(b, _dot4(b, constant(V8I, 0), low, x_parts[0]), high, x_parts[1])
+                    upper = b.shl(upper, constant(V8I, 8))
+                    dots.append(_dot4(b, _dot4(b, upper, low, x_parts[2]), high, x_parts[3]))
                 folded = _fold_eight(b, dots) if width == 8 else _fold_one(b, dots[0])
                 offset = load(b, b.add(b.add(o, q_rows[m]), at), I32)
                 x_scale = load(b, b.add(b.add(q, q_rows[m]), at), F32)
@@ -290,7 +296,7 @@ ROWS_TILES = (4, 2, 1)
 @intrinsic
 def rows_tile(typing, rows, wide, w, ws, s, ss, x, xs, q, o, qs, groups, y, ys):
     """An integer tile of rows where they lie: M in (4, 2, 1), 1 for eight rows of W or 0 for one, then W, its row stride, scales, their row
-    stride, int8 x, its row stride, scales of x, offsets of x, their row stride, groups, y, its row stride; strides in bytes."""
+    stride, x, its row stride, scales of x, offsets of x, their row stride, groups, y, its row stride; strides in bytes."""
 
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         end = b.append_basic_block("done")
@@ -366,17 +372,18 @@ def _panel_tile(rows: int) -> Callable[..., None]:
 
         def step(group: Value, totals: list[Value]) -> list[Value]:
             at = b.mul(group, _i(4))
-            x_at = [b.add(row, b.mul(group, _i(64))) for row in x_rows]
+            x_at = [b.add(row, b.mul(group, _i(128))) for row in x_rows]
             p_at = b.add(p, b.mul(group, _i(1024)))
             if HAS_AVX2 and not HAS_VNNI:
                 dots = _panel_dots_16(b, p_at, x_at)
             else:
-                dots = [constant(V16I, 0)] * rows
+                upper, lower = [constant(V16I, 0)] * rows, [constant(V16I, 0)] * rows
                 for k in range(16):
                     weights = load(b, b.add(p_at, _i(64 * k)), V64B)
                     for m in range(rows):
-                        four = b.bitcast(splat(b, load(b, b.add(x_at[m], _i(4 * k)), I32), 16), V64B)
-                        dots[m] = _dot4(b, dots[m], weights, four)
+                        upper[m] = _dot4(b, upper[m], weights, _four(b, x_at[m], 4 * k, 16))
+                        lower[m] = _dot4(b, lower[m], weights, _four(b, x_at[m], 64 + 4 * k, 16))
+                dots = [b.add(b.shl(u, constant(V16I, 8)), v) for u, v in zip(upper, lower, strict=True)]
             scale = load(b, b.add(s, b.mul(group, _i(64))), V16F)
             result = []
             for m in range(rows):
@@ -392,21 +399,27 @@ def _panel_tile(rows: int) -> Callable[..., None]:
     return body
 
 
+def _four(b: ir.IRBuilder, x: Value, at: int, lanes: int) -> Value:
+    """Four activation bytes repeated for every lane."""
+    return b.bitcast(splat(b, load(b, b.add(x, _i(at)), I32), lanes), ir.VectorType(I8, 4 * lanes))
+
+
 def _panel_dots_16(b: ir.IRBuilder, panel: Value, x_at: list[Value]) -> list[Value]:
-    """The group's dots with int16 sums of eight products each (at most 8 * 2 * 15 * 127 < 2^15) before they widen."""
+    """The group's dots with int16 sums of eight products each (at most 8 * 2 * 15 * 128 < 2^15) before they widen."""
     v16 = ir.VectorType(I16, 16)
     rows = len(x_at)
     halves: list[list[Value]] = []
     for half in range(2):
         dots = [constant(V8I, 0)] * rows
-        for first in (0, 8):
-            sums = [constant(v16, 0)] * rows
-            for k in range(first, first + 8):
-                weights = load(b, b.add(panel, _i(64 * k + 32 * half)), V32B)
-                for m in range(rows):
-                    four = b.bitcast(splat(b, load(b, b.add(x_at[m], _i(4 * k)), I32), 8), V32B)
-                    sums[m] = b.add(sums[m], _products(b, weights, four))
-            dots = [b.add(dot, _pairs(b, words)) for dot, words in zip(dots, sums, strict=True)]
+        for plane in (0, 64):
+            dots = [b.shl(dot, constant(V8I, 8)) for dot in dots]
+            for first in (0, 8):
+                sums = [constant(v16, 0)] * rows
+                for k in range(first, first + 8):
+                    weights = load(b, b.add(panel, _i(64 * k + 32 * half)), V32B)
+                    for m in range(rows):
+                        sums[m] = b.add(sums[m], _products(b, weights, _four(b, x_at[m], plane + 4 * k, 8)))
+                dots = [b.add(dot, _pairs(b, words)) for dot, words in zip(dots, sums, strict=True)]
         halves.append(dots)
     return [shuffle(b, low, high, list(range(16))) for low, high in zip(*halves, strict=True)]
 
@@ -416,7 +429,7 @@ PANEL_TILES = (8, 4, 2, 1) if PANEL_ROWS == 8 else (4, 2, 1)
 
 @intrinsic
 def panel_tile(typing, rows, p, s, x, xs, q, o, qs, groups, y, ys):
-    """An integer tile of a packed panel: M in PANEL_TILES, panel, its scales, int8 x, its row stride, scales of x, offsets of x, their row
+    """An integer tile of a packed panel: M in PANEL_TILES, panel, its scales, x, its row stride, scales of x, offsets of x, their row
     stride, groups, y, its row stride; strides in bytes."""
 
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from numba import cfunc, njit
 
 from glm53serve.cpu.kernels import simd as s
-from glm53serve.cpu.kernels.ir_tiles import FP8, INT4_Q8, PANEL, PANEL_ROWS, float_tile, pack_panel, panel_tile, rows_tile
+from glm53serve.cpu.kernels.ir_tiles import FP8, INT4_Q16, PANEL, PANEL_ROWS, float_tile, pack_panel, panel_tile, rows_tile
 from glm53serve.cpu.kernels.target import LANES
 from glm53serve.cpu.kernels.team import KERNEL
 
@@ -26,8 +26,8 @@ FIELDS = (
     "x_at",  # address of the first row's number in x
     "x",
     "x_stride",
-    "x_scale",  # INT4_Q8: float32 a group
-    "x_offset",  # INT4_Q8: int32 a group, 8 * sum
+    "x_scale",  # INT4_Q16: float32 a group
+    "x_offset",  # INT4_Q16: int32 a group, 8 * sum
     "x_scale_stride",
     "y_at",
     "y",
@@ -89,7 +89,7 @@ def _floats(kind, w, ws, sc, ss, first, last, groups, x, xs, rows, y, ys):
 
 @njit(inline="always")
 def _integers(w, ws, sc, ss, first, last, groups, x, xs, q, o, qs, rows, y, ys):
-    """Rows first..last-1 of an int4 W times int8 x: where they lie for few rows, through unpacked panels for many."""
+    """Rows first..last-1 of an int4 W times 16-bit x: where they lie for few rows, through unpacked panels for many."""
     n = first
     if rows >= _PACK_FROM and last - first >= PANEL:
         packed = np.empty(groups * 1024 + groups * 64 + 64, np.uint8)
@@ -133,7 +133,7 @@ def product(a, chunk, chunks):
     kind, w, ws, sc, ss = s.ldi(a), s.ldi(a + 8), s.ldi(a + 16), s.ldi(a + 24), s.ldi(a + 32)
     first, last, groups, x, xs = s.ldi(a + 40), s.ldi(a + 48), s.ldi(a + 56), s.ldi(a + 64), s.ldi(a + 72)
     q, o, qs, rows, y, ys = s.ldi(a + 80), s.ldi(a + 88), s.ldi(a + 96), s.ldi(a + 104), s.ldi(a + 112), s.ldi(a + 120)
-    if kind == INT4_Q8:
+    if kind == INT4_Q16:
         _integers(w, ws, sc, ss, first, last, groups, x, xs, q, o, qs, rows, y, ys)
     else:
         _floats(kind, w, ws, sc, ss, first, last, groups, x, xs, rows, y, ys)

@@ -22,9 +22,20 @@ _JIT = {"nogil": True, "cache": True, "error_model": "numpy"}
 _CFUNC = {"nopython": True, "cache": True, "error_model": "numpy"}
 
 FORM_FIELDS = ("natural", "stride", "permuted", "permuted_stride", "bytes", "bytes_stride", "scale", "offset", "scale_stride", "groups")
-"""The forms of one activation matrix: float32 in order; evens before odds in each 64 (0 = not wanted); int8 in that order with a scale and
-8 * sum a group (0 = not wanted)."""
+"""The forms of one activation matrix: float32 in order; evens before odds in each 64 (0 = not wanted); 16-bit levels in that
+order, 64 high bytes before 64 low ones, with a scale and 8 * sum a group (0 = not wanted)."""
 _NAT, _NATS, _PERM, _PERMS, _BYTES, _BYTESS, _SCALE, _OFFSET, _SCALES, _GROUPS = offsets(FORM_FIELDS)
+
+
+@njit(inline="always")
+def store_levels(at, x, inverse):
+    """16-bit levels of a vector, at most 127 * 256 either way: high bytes at `at`, low bytes 64 further. Returns the levels."""
+    bound, floor = s.dup(np.float32(32512.0)), s.dup(np.float32(-32512.0))
+    level = s.vmax(s.vmin(s.vrint(s.mul(x, s.dup(inverse))), bound), floor)
+    high = s.vfloor(s.vfma(level, s.dup(np.float32(1.0 / 256.0)), s.dup(np.float32(0.5))))
+    s.stb(at, high)
+    s.stb(at + 64, s.vfma(high, s.dup(np.float32(-256.0)), level))
+    return level
 
 
 @njit("void(int64, int64, int64, int64)", **_JIT)
@@ -46,24 +57,19 @@ def shape_row(form, row, first, last):
         scales = s.ldi(form + _SCALE) + row * s.ldi(form + _SCALES)
         sums = s.ldi(form + _OFFSET) + row * s.ldi(form + _SCALES)
         for g in range(first, last):
-            x, p = natural + g * _GROUP_BYTES, packed + g * 64
+            x, p = natural + g * _GROUP_BYTES, packed + g * 128
             top = s.zero()
             for j in range(0, _GROUP_BYTES, VB):
                 top = s.vmax(s.vabs(s.ld(x + j)), top)
-            scale = s.largest(top) * np.float32(1.0 / 127.0)
+            scale = s.largest(top) * np.float32(1.0 / 32512.0)
             inverse = np.float32(0.0)
-            if scale > np.float32(0.0):
+            if scale > np.float32(1e-38):
                 inverse = np.float32(1.0) / scale
-            level = s.dup(inverse)
-            bound, floor = s.dup(np.float32(127.0)), s.dup(np.float32(-127.0))
             total = s.zero()
             for j in range(0, 128, VB):
                 u, v = s.ld(x + 2 * j), s.ld(x + 2 * j + VB)
-                e = s.vmax(s.vmin(s.vrint(s.mul(s.evens(u, v), level)), bound), floor)
-                o = s.vmax(s.vmin(s.vrint(s.mul(s.odds(u, v), level)), bound), floor)
-                s.stb(p + j // 4, e)
-                s.stb(p + 32 + j // 4, o)
-                total = s.add(total, s.add(e, o))
+                total = s.add(total, store_levels(p + j // 4, s.evens(u, v), inverse))
+                total = s.add(total, store_levels(p + 32 + j // 4, s.odds(u, v), inverse))
             s.stf(scales + 4 * g, scale)
             s.stw(sums + 4 * g, np.int64(s.total(total)) * 8)
 

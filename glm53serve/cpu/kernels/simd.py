@@ -198,6 +198,9 @@ stb = _op(types.void, (_A, VEC), _store_bytes)
 vrint = _op(VEC, (VEC,), lambda b, x: call(b, f"llvm.rint.v{LANES}f32", VF, [x]))
 
 
+vfloor = _op(VEC, (VEC,), lambda b, x: call(b, f"llvm.floor.v{LANES}f32", VF, [x]))
+
+
 def _evens(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     return shuffle(b, x, y, list(range(0, 2 * LANES, 2)))
 
