@@ -26,15 +26,11 @@ class BackendUnavailable(ModelError):
 
 @dataclass(slots=True)
 class Chosen:
-    """Backends that cover all layers in order; `head` when a device holds the ends too, `ahead` when it decodes by itself.
-
-    `replace` builds CPU layers for everything, for when a device is lost.
-    """
+    """Backends that cover all layers in order; `head` when a device holds the ends too, `ahead` when it decodes by itself."""
 
     backends: list[Layers]
     head: Head | None = None
     ahead: DecodeLoop | None = None
-    replace: Callable[[], list[Layers]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +94,7 @@ def _cuda(request: Request) -> Chosen:
         raise NothingThere(f"CUDA: {error}") from error
     except (MemoryError, ValueError) as error:
         raise BackendUnavailable(f"CUDA: {error}") from error
-    return Chosen([backend.layers], backend.head, decode_loop(backend.decoder), lambda: [request.cpu(request.everything)])
+    return Chosen([backend.layers], backend.head, decode_loop(backend.decoder))
 
 
 def _vulkan(request: Request) -> Chosen:
@@ -118,4 +114,4 @@ def _vulkan(request: Request) -> Chosen:
     backends: list[Layers] = [chain]
     if chain.layers.stop < request.everything.stop:
         backends.append(request.cpu(range(chain.layers.stop, request.everything.stop)))
-    return Chosen(backends, replace=lambda: [request.cpu(request.everything)])
+    return Chosen(backends)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from glm53serve.backends import Request, choose
 from glm53serve.engine.engine import Engine, Note
 from glm53serve.engine.faults import FaultError, Faults
+from glm53serve.engine.seam import Layers
 from glm53serve.engine.tokenizer import Tokenizer, TokenizerError
 from glm53serve.experts import ExpertFiles, ExpertStore, experts_in_ram, model_copies, open_store
 from glm53serve.experts.memory import available_bytes
@@ -86,7 +88,7 @@ def load(
 
 
 def _engine(
-    checkpoint: Checkpoint, settings: Settings, slots: int, backend: str, expert_slots: int, faults: Faults, note: Note, progress: Progress | None
+    checkpoint: Checkpoint, settings: Settings, slots: int, wanted: str, expert_slots: int, faults: Faults, note: Note, progress: Progress | None
 ) -> tuple[Engine, int, ExpertStore | None]:
     from glm53serve.cpu.head import CpuHead
     from glm53serve.cpu.layers import CpuLayers
@@ -95,12 +97,25 @@ def _engine(
     available = available_bytes()
     bits = settings.bits or default_bits(checkpoint, available)
     store = _expert_store(checkpoint, settings, faults, note)
-    layers = CpuLayers(config, range(config.num_layers), checkpoint.layer, store or checkpoint, slots, bits, progress)
-    head = CpuHead(config, checkpoint.embedding(), checkpoint.final_norm(), checkpoint.lm_head(), bits)
     budget = int(settings.checkpoint_gb * GB) if settings.checkpoint_gb >= 0 else min(4 * GB, available // 20)
+
+    def cpu(layers: range) -> Layers:
+        return CpuLayers(config, layers, checkpoint.layer, store or checkpoint, slots, bits, progress, settings.threads, note)
+
+    def open_experts() -> None:
+        if store is not None:
+            open_store(store, experts_in_ram(store, expert_slots, settings.expert_gb, later_bytes(config, slots, settings, budget)))
+
+    def replace() -> list[Layers]:
+        layers = cpu(range(config.num_layers))
+        open_experts()
+        return [layers]
+
+    chosen = choose(wanted, Request(checkpoint, settings, slots, bits, cpu, note, progress))
+    head = chosen.head or CpuHead(config, checkpoint.embedding(), checkpoint.final_norm(), checkpoint.lm_head(), bits)
     engine = Engine(
         config,
-        [layers],
+        chosen.backends,
         head,
         slots,
         settings.maxt,
@@ -109,9 +124,11 @@ def _engine(
         checkpoint_bytes=budget,
         faults=faults,
         note=note,
+        replace=replace,
+        ahead=chosen.ahead,
     )
-    if store is not None:
-        open_store(store, experts_in_ram(store, expert_slots, settings.expert_gb, _later_bytes(config, slots, settings, budget)))
+    if any(isinstance(backend, CpuLayers) for backend in chosen.backends):
+        open_experts()
     return engine, bits, store
 
 
@@ -123,7 +140,7 @@ def _expert_store(checkpoint: Checkpoint, settings: Settings, faults: Faults, no
     return ExpertStore(checkpoint, files, note)
 
 
-def _later_bytes(config: ModelConfig, slots: int, settings: Settings, checkpoints: int) -> int:
+def later_bytes(config: ModelConfig, slots: int, settings: Settings, checkpoints: int) -> int:
     """Memory that conversations will take: states, rows of full slots, a snapshot, kept checkpoints, the activations of a chunk."""
     fixed, a_token = slot_bytes(config)
     scratch = settings.prefill_chunk * 4 * config.hidden_size * (3 * config.hc_mult + 8)
