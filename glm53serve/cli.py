@@ -57,6 +57,8 @@ def _glm53serve_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_info(commands)
     _add_synth(commands)
+    _add_convert(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -141,5 +143,34 @@ def _add_synth(commands: argparse._SubParsersAction[_Parser]) -> None:
 
         synth(arguments.directory, arguments.shape, layers=arguments.layers, experts=arguments.experts, fmt=arguments.format, seed=arguments.seed)
         return 0
+
+    parser.set_defaults(run=run)
+
+
+def _add_convert(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser("convert", help="write a copy of a model with smaller experts; started again, it goes on where it was stopped")
+    parser.add_argument("source", type=Path, metavar="SRC", help="model directory")
+    parser.add_argument("target", type=Path, metavar="DST", help="new or empty directory, or one of a conversion that was stopped")
+    formats = ("int4", "int8", "bf16")
+    parser.add_argument("--experts", choices=formats, default="int4", help="format of the routed experts (default int4)")
+    parser.add_argument("--dense", choices=formats, default="bf16", help="format of the other matrices (default bf16)")
+    parser.add_argument("--verify", action="store_true", help="compare sampled tensors with the source afterwards, or those of a finished DST")
+
+    def run(arguments: argparse.Namespace, settings: Settings) -> int:
+        from glm53serve.commands import convert
+
+        return convert.run(arguments, settings)
+
+    parser.set_defaults(run=run)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser("doctor", help="what this machine offers and what a model would make of it")
+    parser.add_argument("--model", type=Path, default=None, metavar="DIR", help="model directory (default: the shipped model)")
+
+    def run(arguments: argparse.Namespace, settings: Settings) -> int:
+        from glm53serve.commands import doctor
+
+        return doctor.run(arguments, settings)
 
     parser.set_defaults(run=run)

@@ -85,6 +85,8 @@ class Checkpoint:
         self.mtp_bytes = sum(t.nbytes for t in mtp)
         self.has_head = "lm_head.weight" in tensors
         self.mapped = mapped
+        self.vision_tensors = vision
+        self.mtp_layers = sorted({int(canonical.split(".")[1]) for t in mtp if (canonical := layout.canonical(t.name)) is not None})
         self._tensors = tensors
         self._maps: dict[int, NDArray[np.uint8]] = {}
         self._into = Need((config.moe_intermediate_size, config.hidden_size), True)
@@ -95,6 +97,11 @@ class Checkpoint:
         self.expert_bytes = routed - sum(t.nbytes for t in mtp if ".mlp.experts." in t.name)
         self.dense_bytes = sum(t.nbytes for t in tensors.values()) - self.mtp_bytes - self.expert_bytes
         self.notes = _notes(config, self, len(vision), len(mtp))
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The text network's tensors by canonical name (see `glm53serve.model.layout`)."""
+        return self._tensors
 
     # -- weights
 
@@ -141,9 +148,10 @@ class Checkpoint:
     # -- places
 
     def stored_expert(self, layer: int, expert: int) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix]:
-        """Where gate, up and down of one routed expert lie. Raises IndexError for a layer or expert that is not there."""
+        """Where gate, up and down of one routed expert (of the MTP block too) lie. Raises IndexError for a layer or expert that is not there."""
         c = self.config
-        if not (0 <= layer < c.num_layers and c.mlp_kinds[layer] == SPARSE and 0 <= expert < c.n_routed_experts):
+        sparse = layer in self.mtp_layers or (0 <= layer < c.num_layers and c.mlp_kinds[layer] == SPARSE)
+        if not (sparse and 0 <= expert < c.n_routed_experts):
             raise IndexError(f"no routed expert {expert} in layer {layer}")
         at, tensors, width = f"layers.{layer}.", self._tensors, c.moe_intermediate_size
         packed = at + layout.PACKED_GATE_UP
@@ -168,6 +176,10 @@ class Checkpoint:
                     path = self.files[extent.shard]
                     pieces.append(Piece(path, extent.offset, extent.nbytes, extent.dtype, extent.shape, role + suffix, stored.format, extent.tensor))
         return tuple(pieces)
+
+    def stored_matrix(self, name: str, need: Need) -> StoredMatrix:
+        """Where a matrix that is no routed expert's lies, by canonical name."""
+        return locate(self._tensors, name, need)
 
     def dense_matrices(self) -> Iterator[tuple[str, StoredMatrix]]:
         """Canonical name and place of every matrix but the routed experts': embedding, head when not tied, then layer by layer."""
@@ -236,8 +248,11 @@ class Checkpoint:
         return self.matrix(locate(self._tensors, name, needs[name]))
 
     def _small(self, name: str, needs: Mapping[str, Need]) -> F32Array:
-        """A tensor that is not a matrix, as a float32 copy in the shape needed."""
-        info, shape = self._tensors[name], needs[name].shape
+        return self.small(name, needs[name])
+
+    def small(self, name: str, need: Need) -> F32Array:
+        """A tensor that is not a matrix, as a float32 copy in the shape needed. Raises CheckpointError when it holds NaN or infinity."""
+        info, shape = self._tensors[name], need.shape
         dtype = np.dtype(np.float32 if info.dtype == "F32" else np.uint16)
         raw = self._view(Extent(info.shard, info.offset, info.nbytes, dtype, shape, info.name))
         values = np.array(raw, np.float32) if info.dtype == "F32" else bf16_to_f32(raw)
@@ -247,9 +262,13 @@ class Checkpoint:
             raise CheckpointError(f"{info.name}: element {first} is {values.reshape(-1)[first]}, the config needs finite numbers")
         return values
 
+    def read(self, extent: Extent) -> NDArray[Any]:
+        """A run of bytes as an array in memory of its own. Raises CheckpointError."""
+        return _read(self.files[extent.shard], extent)
+
     def _view(self, extent: Extent) -> NDArray[Any]:
         if not self.mapped:
-            return _read(self.files[extent.shard], extent)
+            return self.read(extent)
         data = self._maps.get(extent.shard)
         if data is None:
             data = self._maps[extent.shard] = _map(self.files[extent.shard])
