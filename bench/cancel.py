@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)  # not this folder: it has names that packages have, too
 
-from harness.client import Client, HaltLine  # noqa: E402
+from harness.client import Client, HaltLine, own_variables  # noqa: E402
 from harness.ledger import Turn  # noqa: E402
 from harness.rig import Rig  # noqa: E402
 
@@ -120,7 +120,8 @@ def cost_of_being_ready(model: Path, tokens: int, repeats: int = 5) -> tuple[flo
     from glm53serve.load import load
     from glm53serve.settings import Settings
 
-    loaded = load(model, Settings.from_environ({"GLM53_CHECKPOINT_GB": "0", "GLM53_PREFILL_CHUNK": str(2 * tokens)}), slots=1, specials_stop=False)
+    settings = Settings.from_environ({**own_variables(), "GLM53_CHECKPOINT_GB": "0", "GLM53_PREFILL_CHUNK": str(2 * tokens)})
+    loaded = load(model, settings, slots=1, specials_stop=False)
     engine, slot = loaded.engine, loaded.engine.slots[0]
     ids = [id for id in range(1, 200) if id not in loaded.stop_ids]
     chunk = (ids * (tokens // len(ids) + 1))[:tokens]
@@ -177,7 +178,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     model = args.model or scratch_model(args.shape, args.scratch)
-    rig = Rig(shlex.split(args.engine), model)
+    rig = Rig(shlex.split(args.engine), model, own_variables())
     try:
         found = measure(rig, args.tokens, args.points, random.Random(args.seed))
     finally:

@@ -10,8 +10,9 @@ from pathlib import Path
 from time import perf_counter
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)  # not this folder: it has names that packages have, too
 
+from harness.client import own_variables  # noqa: E402
 from harness.fuzz import fuzz  # noqa: E402
 from harness.rig import Rig  # noqa: E402
 
@@ -24,7 +25,7 @@ def main() -> int:
     parser.add_argument("--model", default=str(ROOT / "glm53serve" / "data" / "glm53-nano"))
     parser.add_argument("--engine", default=str(Path(sys.executable).parent / "glm53"))
     args = parser.parse_args()
-    rig = Rig(shlex.split(args.engine), args.model)
+    rig = Rig(shlex.split(args.engine), args.model, own_variables())
     began = perf_counter()
     try:
         seen = fuzz(rig, args.frames, args.seed)

@@ -23,12 +23,10 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path[0] = str(ROOT)  # not this folder: it has names that packages have, too
 
-from cancel import scratch_model  # noqa: E402
-
-from harness.client import Client, HaltLine  # noqa: E402
+from bench.cancel import scratch_model  # noqa: E402
+from harness.client import Client, HaltLine, own_variables  # noqa: E402
 from harness.ledger import Turn  # noqa: E402
 from harness.rig import Failed, Rig, Skipped  # noqa: E402
 
@@ -169,7 +167,7 @@ def main() -> int:
     model = scratch_model(args.shape, args.scratch) if args.shape else args.model
     healthy = shlex.split(args.engine)
     engine = [sys.executable, str(Path(__file__).resolve()), "--as-engine", args.mutation] if args.mutation else healthy
-    fresh, under_test = Rig(healthy, model), Rig(engine, model)
+    fresh, under_test = Rig(healthy, model, own_variables()), Rig(engine, model, own_variables())
     try:
         return soak(fresh, under_test, args.cancels, random.Random(args.seed), bool(args.mutation))
     except Skipped as skip:

@@ -115,6 +115,11 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**env, **extra}
 
 
+def own_variables() -> dict[str, str]:
+    """The engine's variables that are set here, for programs that hand them on (`GLM53_BACKEND=cuda python bench/...`)."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("GLM53_", "COLI_"))}
+
+
 class Engine:
     """An engine process, its three pipes and two reading threads. Frames go to `on_frame` (called under `lock`), and are kept when `keep`."""
 

@@ -9,15 +9,16 @@ One PASS, FAIL or SKIP line a case; exit 0 only if nothing failed.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from harness.cases import CASES, CaseResult, case_names, run_cases
+from harness.client import own_variables
 
 CHAIN = {"COLI_VULKAN": "1", "COLI_VK_CHAIN": "1", "COLI_VK_CHAIN_ROWS": "128"}
 
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     names = args.cases.split(",") if args.cases else None
     if unknown := [name for name in names or () if name not in CASES]:
         parser.error(f"no case {unknown[0]!r}; --list shows them")
-    env = {name: value for name, value in os.environ.items() if name.startswith(("GLM53_", "COLI_"))}
+    env = own_variables()
     if args.vk_chain:
         env = {**CHAIN, **env}
     tolerance = args.tolerance if args.tolerance is not None else 5e-3 if args.vk_chain else 2e-4
