@@ -112,7 +112,7 @@ def _engine(
         return [layers]
 
     chosen = choose(wanted, Request(checkpoint, settings, slots, bits, cpu, note, progress))
-    head = chosen.head or CpuHead(config, checkpoint.embedding(), checkpoint.final_norm(), checkpoint.lm_head(), bits)
+    head = chosen.head or CpuHead(config, checkpoint.embedding(), checkpoint.final_norm(), checkpoint.lm_head(), bits, settings.threads)
     engine = Engine(
         config,
         chosen.backends,

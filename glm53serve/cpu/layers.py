@@ -26,7 +26,8 @@ class CpuLayers:
 
     layer_weights(l) gives the weights of layer l, asked once each in order; experts the routed ones as they are needed. Dense matrices
     are kept in `bits` (4, 8, 16 or 32); mHC, router, norms, biases, convolution taps and b_proj stay as stored. `slots` bounds the slots
-    that may be open; `threads` is the number of threads, 0 = all physical cores. Without Numba the layers run in NumPy and `note` is told.
+    that may be open; `threads` is the number of threads, 0 = all physical cores. Without Numba the layers run in NumPy; `note` is told of
+    that and of compiling.
     Raises ValueError when the run begins with a shared indexer layer, whose selection another backend would hold.
     """
 
@@ -40,7 +41,7 @@ class CpuLayers:
         bits: int,
         progress: Callable[[int], None] | None = None,
         threads: int = 0,
-        note: Callable[[str], None] | None = None,
+        note: Callable[[str], None] = lambda _line: None,
     ) -> None:
         if len(layers) and config.layer_kinds[layers[0]] == DSA and config.indexer_kinds[layers[0]] == SHARED:
             raise ValueError(f"layer {layers[0]} uses the selection of layer {layers[0] - 1}: both must be on one backend")
@@ -55,10 +56,12 @@ class CpuLayers:
         self._snapshot: F32 | None = None
         self._stack: PlainStack | CompiledStack
         try:
+            from glm53serve.cpu.warm import ensure_compiled
+
+            ensure_compiled(note)
             from glm53serve.cpu.stack import CompiledStack
         except ImportError as missing:
-            if note is not None:
-                note(f"compiled kernels are not to be had ({missing}); NumPy computes, slowly")
+            note(f"compiled kernels are not to be had ({missing}); NumPy computes, slowly")
             self._stack = PlainStack(config, experts, self.meter, bits, self._count)
         else:
             self._stack = CompiledStack(config, layers, experts, self.meter, bits, threads or physical_cores(), self._count)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
-from pathlib import Path
-
 import llvmlite.binding
 import numba
 
-_HERE = Path(__file__).parent
+from glm53serve.cpu.kernels.cache import cache_folder
 
 
 def _features() -> frozenset[str]:
@@ -20,32 +16,8 @@ def _features() -> frozenset[str]:
     return frozenset(name for name, there in llvmlite.binding.get_host_cpu_features().items() if there)
 
 
-def _sources() -> str:
-    """Numba checks only the file a function stands in, not the ones it calls, so the cache's place names all of them."""
-    digest = hashlib.sha256()
-    for path in sorted(_HERE.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _writable(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
-def _cache_folder() -> Path:
-    """Beside the package when that can be written (a virtual environment, a checkout), else the user's cache directory."""
-    name = f"kernels-{_sources()}"
-    beside = _HERE / "__pycache__" / name
-    return beside if _writable(beside) else Path.home() / ".cache" / "glm53serve" / name
-
-
 if not numba.config.CACHE_DIR:
-    numba.config.CACHE_DIR = str(_cache_folder())
+    numba.config.CACHE_DIR = str(cache_folder())
 
 FEATURES = _features()
 LANES = 16 if "avx512f" in FEATURES else 8

@@ -1,0 +1,44 @@
+"""Where compiled kernels are kept. Does not import Numba."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_DAY = 86400
+
+
+def _sources() -> str:
+    """Numba checks only the file a function stands in, not the ones it calls, so the cache's place names all of them."""
+    digest = hashlib.sha256(version("numba").encode())
+    for path in sorted(_HERE.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def cache_folder() -> Path:
+    """Beside the package when that can be written (a virtual environment, a checkout), else in the user's cache directory."""
+    name = f"kernels-{_sources()}"
+    beside = _HERE / "__pycache__" / name
+    return beside if _writable(beside) else Path.home() / ".cache" / "glm53serve" / name
+
+
+def remove_older(folder: Path) -> None:
+    """Delete what other versions of the kernels left next to `folder`, unless a process may still be writing it (changed within a day)."""
+    for other in folder.parent.glob("kernels-*"):
+        if other != folder and time.time() - other.stat().st_mtime > _DAY:
+            shutil.rmtree(other, ignore_errors=True)
