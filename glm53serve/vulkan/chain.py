@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
-from typing import Any
-
-import numpy as np
 
 from glm53serve.engine.seam import DeviceLost
 from glm53serve.model.config import DSA, SHARED, SPARSE, ModelConfig
 from glm53serve.model.quant import stored_bytes
-from glm53serve.model.weights import ExpertSource, LayerWeights, Matrix
+from glm53serve.model.weights import ExpertSource, FfnWeights, LayerWeights
 from glm53serve.settings import Settings
 from glm53serve.vulkan.device import Device
 from glm53serve.vulkan.devices import DeviceInfo
 from glm53serve.vulkan.errors import OutOfDeviceMemory, VulkanUnavailable
 from glm53serve.vulkan.faults import VulkanFaults
 from glm53serve.vulkan.layers import VulkanLayers
+from glm53serve.vulkan.pack import BLOCK
 from glm53serve.vulkan.scratch import Sizes, floats
 from glm53serve.vulkan.state import layer_floats
 
-WIDTH_OF_BITS = {"f32": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 RESERVE = 0.05
 """Share of free device memory left to the driver and to padding."""
 
@@ -50,7 +46,7 @@ def open_chain(
     opened = device()
     try:
         sizes = fitting_rows(opened.info, config, settings.vk_chain_rows, slots, capacity)
-        needs = layer_bytes(sizes, layer_weights, experts, bits)
+        needs = layer_bytes(sizes, experts, bits)
         count = whole_pairs(config, config.num_layers if wanted < 0 else min(wanted, config.num_layers))
         if wanted < 0:
             count = fitting_layers(sizes, needs, opened.info.free)
@@ -95,16 +91,34 @@ def fitting_rows(info: DeviceInfo, config: ModelConfig, rows: int, slots: int, c
     return sizes
 
 
-def layer_bytes(sizes: Sizes, layer_weights: Callable[[int], LayerWeights], experts: ExpertSource, bits: int) -> list[int]:
-    """Device bytes of every layer: weights, routed experts and state of all slots."""
-    config = sizes.config
+def layer_bytes(sizes: Sizes, experts: ExpertSource, bits: int) -> list[int]:
+    """Device bytes of every layer: weights, routed experts and state of all slots. Dense matrices count as `bits` (0: 16), without reading them."""
+    c = sizes.config
+    expert = _stored(experts.expert(c.sparse_layers[0], 0)) if c.sparse_layers else 0
     needs = []
-    for index in range(config.num_layers):
-        total = _bytes(layer_weights(index), bits) + 4 * sum(layer_floats(sizes, index))
-        if config.mlp_kinds[index] == SPARSE:
-            total += config.n_routed_experts * _bytes(experts.expert(index, 0), 0)
+    for index in range(c.num_layers):
+        total = stored_bytes(_dense_weights(c, index), BLOCK, bits or 16) // BLOCK + 4 * sum(layer_floats(sizes, index))
+        total += 4 * 2 * (2 + c.hc_mult) * c.hc_mult * c.hc_mult * sizes.hidden
+        if c.mlp_kinds[index] == SPARSE:
+            total += c.n_routed_experts * (expert + 4 * sizes.hidden)
         needs.append(total)
     return needs
+
+
+def _dense_weights(c: ModelConfig, index: int) -> int:
+    """Weights of a layer's matrices but the router and the routed experts."""
+    h, p, d = c.hidden_size, c.kda_width, c.kda_head_dim
+    if c.layer_kinds[index] == DSA:
+        count = c.q_lora_rank * (h + c.num_heads * c.qk_head_dim) + c.kv_lora_rank * (h + c.num_heads * (c.qk_head_dim + c.v_head_dim))
+        count += h * c.num_heads * c.v_head_dim + c.index_n_heads * (c.index_head_dim * c.q_lora_rank + h) + 2 * c.index_head_dim * h
+    else:
+        count = 4 * h * p + 2 * d * (h + p) + c.kda_heads * h
+    width = c.n_shared_experts * c.moe_intermediate_size if c.mlp_kinds[index] == SPARSE else c.intermediate_size
+    return count + 3 * h * width
+
+
+def _stored(ffn: FfnWeights) -> int:
+    return ffn.gate.nbytes + ffn.up.nbytes + ffn.down.nbytes
 
 
 def fitting_layers(sizes: Sizes, needs: list[int], free: int) -> int:
@@ -116,16 +130,3 @@ def fitting_layers(sizes: Sizes, needs: list[int], free: int) -> int:
         left -= needs[count]
         count += 1
     return whole_pairs(config, count)
-
-
-def _bytes(weights: Any, bits: int) -> int:
-    """Bytes of everything in a weights dataclass as the device will hold it."""
-    if isinstance(weights, Matrix):
-        if bits == 0 or WIDTH_OF_BITS[weights.format] <= bits:
-            return weights.nbytes * (2 if weights.format == "fp8" and bits == 16 else 1)
-        return stored_bytes(weights.rows, weights.cols, bits)
-    if isinstance(weights, np.ndarray):
-        return int(weights.nbytes)
-    if is_dataclass(weights):
-        return sum(_bytes(getattr(weights, f.name), bits) for f in fields(weights))
-    return 0

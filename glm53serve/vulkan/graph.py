@@ -23,9 +23,9 @@ from glm53serve.vulkan.layer import ChainLayer
 from glm53serve.vulkan.linear import Op, Stage
 from glm53serve.vulkan.scratch import Scratch
 
-SEGMENT_SECONDS = 0.020
-"""Estimated work of a segment; the aim is 25 ms."""
-LONGEST_SECONDS, SHORTEST_SECONDS = 0.025, 0.008
+SEGMENT_SECONDS = 0.010
+"""Estimated work of a segment. Two are in flight, and a cancel must leave the device idle in less than 30 ms even where the halt word comes late."""
+LONGEST_SECONDS, SHORTEST_SECONDS = 0.0125, 0.004
 MOST_RECORDINGS = 4
 DISPATCH_SECONDS = 4e-6
 

@@ -34,7 +34,7 @@ def test_committed_binaries_belong_to_their_sources() -> None:
     assert modules.differences() == []
 
 
-@pytest.mark.skipif(shutil.which("glslangValidator") is None or shutil.which("spirv-val") is None, reason="needs glslang-tools and spirv-tools")
+@pytest.mark.skipif(shutil.which("glslangValidator") is None, reason="needs glslang-tools")
 def test_a_fresh_build_gives_the_committed_binaries() -> None:
     assert modules.differences(rebuild=True) == []
 
@@ -157,11 +157,11 @@ def test_a_lost_device_stays_lost(shared_device: Device, model: TinyModel, after
 
 
 def test_segments_are_cut_again_by_what_they_took() -> None:
-    segment = Segment(None, 0, 5, 0.02)  # type: ignore[arg-type]
+    segment = Segment(None, 0, 5, 0.01)  # type: ignore[arg-type]
     one, five = Graph(8, 1, [segment], Rate(100, 100)), Graph(8, 1, [segment] * 5, Rate(100, 100))
-    assert one.better_rate([0.02]) is None and one.better_rate([0.001]) is None and five.better_rate([0.015] * 5) is None
-    slower = one.better_rate([0.2])
+    assert one.better_rate([0.01]) is None and one.better_rate([0.001]) is None and five.better_rate([0.008] * 5) is None
+    slower = one.better_rate([0.1])
     assert slower is not None and slower.flops == pytest.approx(10)
-    faster = five.better_rate([0.002] * 5)
+    faster = five.better_rate([0.001] * 5)
     assert faster is not None and faster.flops == pytest.approx(1000)
     assert Graph(8, 1, [segment], Rate(100, 100), recordings=4).better_rate([0.2]) is None

@@ -14,7 +14,7 @@ from glm53serve.engine.seam import Halted, never
 from glm53serve.vulkan.device import Device
 from glm53serve.vulkan.layers import VulkanLayers
 
-PRIMED, CHUNK = 6, 40
+PRIMED, CHUNK = 6, 28
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +58,15 @@ def test_a_cancel_at_every_segment_border_leaves_no_trace(device: Device, model:
     asked = Countdown(10**9)
     assert np.array_equal(runner.streams(chunk(model), PRIMED, halt=asked), want)
     runner.layers.restore(0)
-    assert asked.asked > 100, "three row groups of some forty segments"
+    assert asked.asked > 70, "two row groups of some forty segments"
     layers = []
-    for border in range(1, asked.asked + 1, 5):
+    for border in range(1, asked.asked + 1, 7):
         with pytest.raises(Halted) as halted:
             runner.streams(chunk(model), PRIMED, halt=Countdown(border))
         assert halted.value.on_device
         layers.append(halted.value.layer)
         runner.layers.restore(0)
-        if border % 3 == 1:
+        if border % 3 == 0:
             assert np.array_equal(runner.streams(chunk(model), PRIMED), want), border
             runner.layers.restore(0)
     assert set(layers) == {0, 1, 2}
@@ -189,21 +189,17 @@ def test_the_first_layer_always_begins(device: Device, model: TinyModel) -> None
     assert 1 <= runner.layers._queue.submitted - submitted <= 2
 
 
-def test_the_halt_word_is_worth_it(device: Device, model: TinyModel) -> None:
-    """Work queued behind a set word passes without being done: the second of two passes takes a fraction of the first."""
-    runner = primed(device, model, rows=128)
-    ids = random_ids(model.config, 290, seed=3)
+def test_work_queued_behind_the_halt_word_is_not_done(device: Device, model: TinyModel) -> None:
+    """The word is read by the kernels themselves: a whole row group submitted after it was set leaves the streams as they are."""
+    runner = primed(device, model, rows=64)
+    ids = random_ids(model.config, 64, seed=3)
     runner.streams(ids, PRIMED)
-    runner.layers.reset_slot(0)
-    queue, word = runner.layers._queue, runner.layers._halt_word.view(np.uint32)
-    graph = next(g for key, g in runner.layers._graphs.items() if key == (128, 1))
-    took = []
-    for value in (0, 1):
+    queue, word, x = runner.layers._queue, runner.layers._halt_word.view(np.uint32), runner.layers._scratch["x"]
+    graph = runner.layers._graphs[64, 1]
+    before = device.get(x)
+    for value, same in ((1, True), (0, False)):
         word[0] = value
-        began = time.perf_counter()
         for segment in graph.segments:
             number = queue.submit([segment.commands])
         queue.wait(number)
-        took.append(time.perf_counter() - began)
-    word[0] = 0
-    assert took[1] < took[0] / 2
+        assert np.array_equal(device.get(x), before) == same

@@ -35,8 +35,9 @@ def test_hyper_connections(device: Device, n: int, hidden: int, rounds: int) -> 
     streams, dots, mix, xn = bench.buffer(wide(x)), bench.empty(rows, 128), bench.empty(rows, 128), bench.empty(rows, hp)
     site = np.zeros(128 + hp, np.float32)
     site[:outs], site[outs : outs + 3], site[128 : 128 + hidden] = base, scale, weight
+    projection = bench.buffer(wide(fn.reshape(outs, n, hidden)))
     bench.run(
-        Op("hc_dots", {2: 4}, [streams, bench.buffer(wide(fn.reshape(outs, n, hidden))), dots], struct.pack("2I", outs, n * hp), (-(-(outs + 1) // 4), rows, 1)),
+        Op("hc_dots", {2: 4}, [streams, projection, dots], struct.pack("2I", outs, n * hp), (-(-(outs + 1) // 4), rows, 1)),
         Op("hc_pre", {2: n}, [dots, bench.buffer(site), streams, xn, mix], struct.pack("3I2f", hidden, hp, rounds, 1e-5, 1e-6), (rows, 1, 1)),
         Op("hc_post", {2: n}, [streams, mix, bench.buffer(wide(y))], struct.pack("3I", hp, 1, 0), (-(-hp // 128), rows, 1)),
     )

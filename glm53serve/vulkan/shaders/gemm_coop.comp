@@ -51,6 +51,9 @@ f16vec2 levels(uint u) { return unpackFloat2x16(u & 0x000f000fu | 0x64006400u) -
 #define SECOND(u, v) v
 #endif
 
+// The leading eleven bits, exact in float16. Done on the bits: a driver may take a rounding there and back for nothing.
+vec4 leading(vec4 v) { return uintBitsToFloat(floatBitsToUint(v) & 0xffffe000u); }
+
 void main() {
     if (halted()) return;
     uint t = gl_LocalInvocationIndex, sub = gl_SubgroupID, lane = gl_SubgroupInvocationID, n0 = gl_WorkGroupID.x * TN, z = gl_WorkGroupID.z;
@@ -86,10 +89,10 @@ void main() {
                 u = x4[at]; v = x4[at + 1u];
             }
             vec4 first = FIRST(u, v), second = SECOND(u, v);
-            f16vec4 high = f16vec4(first), high2 = f16vec4(second);
+            vec4 high = leading(first), high2 = leading(second);
             uint to = m * ST + k / 4u;
-            a_high[to] = high; a_high[to + 1u] = high2;
-            a_low[to] = f16vec4(first - vec4(high)); a_low[to + 1u] = f16vec4(second - vec4(high2));
+            a_high[to] = f16vec4(high); a_high[to + 1u] = f16vec4(high2);
+            a_low[to] = f16vec4(first - high); a_low[to + 1u] = f16vec4(second - high2);
         }
         for (uint i = t; i < TN * (KS / 8u); i += 128u) {
             uint n = i / (KS / 8u), k = (i % (KS / 8u)) * 8u, row = base + min(n0 + n, p.N - 1u);
@@ -106,10 +109,12 @@ void main() {
             float scale = WEIGHT_FACTOR * weight_scale(row, k0 + k, p.K);
             u *= scale; v *= scale;
 #endif
-            f16vec4 high = f16vec4(u), high2 = f16vec4(v);
-            b_high[to] = high; b_high[to + 1u] = high2;
 #ifdef SPLIT_WEIGHTS
-            b_low[to] = f16vec4(u - vec4(high)); b_low[to + 1u] = f16vec4(v - vec4(high2));
+            vec4 high = leading(u), high2 = leading(v);
+            b_high[to] = f16vec4(high); b_high[to + 1u] = f16vec4(high2);
+            b_low[to] = f16vec4(u - high); b_low[to + 1u] = f16vec4(v - high2);
+#else
+            b_high[to] = f16vec4(u); b_high[to + 1u] = f16vec4(v);
 #endif
 #endif
         }

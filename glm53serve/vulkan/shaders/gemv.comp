@@ -4,6 +4,14 @@
 // Few rows: a workgroup reads ROWS weight rows once for RB rows of x. Each invocation takes eight
 // columns at a time; the sums meet in shared memory in a fixed order, so a row's bits do not depend on RB.
 #define WG 64u
+// Blocks of eight columns that an invocation has under way for each row: enough bytes to cover the way to memory.
+#if FMT == 4
+#define DEPTH 4u
+#elif FMT >= 2
+#define DEPTH 2u
+#else
+#define DEPTH 1u
+#endif
 layout(local_size_x = 64) in;
 #include "common.glsl"
 #define EIGHT
@@ -35,22 +43,29 @@ void main() {
     float acc[ROWS * RB];
     [[unroll]] for (uint i = 0u; i < ROWS * RB; ++i) acc[i] = 0.0;
     uint k8 = p.K >> 3;
-    for (uint u = t; u < k8; u += WG) {
-        vec4 xa[RB], xb[RB];
-        [[unroll]] for (uint j = 0u; j < RB; ++j) {
-#ifdef EXPERT
-            uint xi = (xbase >> 2) + 2u * u;
-#else
-            uint xi = ((min(m0 + j, total - 1u) * p.xs + p.xo + z * p.xz) >> 2) + 2u * u;
-#endif
-            xa[j] = x4[xi]; xb[j] = x4[xi + 1u];
+    for (uint u0 = t; u0 < k8; u0 += DEPTH * WG) {
+        vec4 wa[DEPTH * ROWS], wb[DEPTH * ROWS];
+        float ws[DEPTH * ROWS];
+        [[unroll]] for (uint d = 0u; d < DEPTH; ++d) {
+            uint u = min(u0 + d * WG, k8 - 1u);
+            [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+                uint row = base + min(n0 + r, p.N - 1u);
+                load8(row * k8 + u, wa[d * ROWS + r], wb[d * ROWS + r]);
+                ws[d * ROWS + r] = weight_scale(row, u << 3, p.K);
+            }
         }
-        [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-            uint row = base + min(n0 + r, p.N - 1u);
-            vec4 a, b;
-            load8(row * k8 + u, a, b);
-            float s = weight_scale(row, u << 3, p.K);
-            [[unroll]] for (uint j = 0u; j < RB; ++j) acc[r * RB + j] += s * (dot(a, xa[j]) + dot(b, xb[j]));
+        [[unroll]] for (uint d = 0u; d < DEPTH; ++d) {
+            uint u = u0 + d * WG;
+            if (u >= k8) break;
+            [[unroll]] for (uint j = 0u; j < RB; ++j) {
+#ifdef EXPERT
+                uint xi = (xbase >> 2) + 2u * u;
+#else
+                uint xi = ((min(m0 + j, total - 1u) * p.xs + p.xo + z * p.xz) >> 2) + 2u * u;
+#endif
+                vec4 xa = x4[xi], xb = x4[xi + 1u];
+                [[unroll]] for (uint r = 0u; r < ROWS; ++r) acc[r * RB + j] += ws[d * ROWS + r] * (dot(wa[d * ROWS + r], xa) + dot(wb[d * ROWS + r], xb));
+            }
         }
     }
     [[unroll]] for (uint i = 0u; i < ROWS * RB; ++i) red[i * WG + t] = acc[i];
