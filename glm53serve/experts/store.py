@@ -327,6 +327,10 @@ class ExpertStore:
             wanted = self.keep + self.transit
             self.transit = min(max(self.transit, 1), self._buffers)
             self.keep = self._buffers - self.transit
+            while np.count_nonzero(self._kept) > self.keep and (coldest := self.heat.coldest(self._kept)) is not None:
+                demoted = self._entries[self.layers[coldest[0]], coldest[1]]
+                self._mark(demoted, False)
+                self._in_transit.append(demoted)
             self._note(f"no memory for more routed experts: {self._buffers} of {wanted} are kept, the others are read when needed")
             self._warm.clear()
             return None
