@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,32 @@ def test_an_invalid_byte_splits_the_text_and_stands_alone() -> None:
     assert TOKENIZER.encode(b"the\xffthe") == TOKENIZER.encode(b"the") + TOKENIZER.encode(b"\xff") + TOKENIZER.encode(b"the")
     assert len(TOKENIZER.encode(b"\xff\xfe")) == 2
     assert len(TOKENIZER.encode("é".encode()[:1])) == 1
+
+
+PIECES = [b"a", b"<|user|>", "ä€😀".encode(), b"\xff", b"\x80", b"\xe4", b"\xf0\x9f", b"\xed\xa0\x80", b"\xc0\xaf", b"\0"]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=9).map(b"".join))
+def test_invalid_bytes_are_found_as_a_decoder_finds_them(payload: bytes) -> None:
+    wanted: list[int] = []
+    rest = payload
+    while rest:
+        try:
+            rest, whole = b"", rest
+            wanted += TOKENIZER.encode(whole.decode().encode())
+        except UnicodeDecodeError as bad:
+            wanted += TOKENIZER.encode(whole[: bad.start])
+            wanted += [i for byte in whole[bad.start : bad.end] for i in TOKENIZER.encode(bytes([byte]))]
+            rest = whole[bad.end :]
+    assert TOKENIZER.encode(payload) == wanted
+
+
+@pytest.mark.parametrize("payload", [b"\xff" * (1 << 20), b"a\xff" * (1 << 16)], ids=["bytes", "mixed"])
+def test_time_grows_with_the_length_whatever_the_bytes(payload: bytes) -> None:
+    began = time.perf_counter()
+    ids = TOKENIZER.encode(payload)
+    assert len(ids) == len(payload) and len(list(groupby(ids[:6]))) == (1 if payload[0] == 255 else 6)
+    assert time.perf_counter() - began < 20, "a pass over the rest for every invalid byte takes minutes"
 
 
 def test_an_unknown_id_has_no_text() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +20,28 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-def _split_invalid(payload: bytes) -> list[str | int]:
+_ESCAPE = 0xDC00
+"""What `surrogateescape` adds to a byte; no valid UTF-8 decodes to a surrogate."""
+
+_PARTS = re.compile("[^\udc80-\udcff]+|[\udc80-\udcff]")
+_PARTS_AT_ONCE = 4096
+
+TOKEN_LIMIT = 65536
+"""Most bytes of one token: what a DATA frame carries."""
+
+
+def _split_invalid(payload: bytes) -> Iterator[str | int]:
     """Runs of valid UTF-8 as text, every byte that is not part of valid UTF-8 as its own number."""
-    parts: list[str | int] = []
-    while payload:
-        try:
-            parts.append(payload.decode("utf-8"))
-            break
-        except UnicodeDecodeError as bad:
-            if bad.start:
-                parts.append(payload[: bad.start].decode("utf-8"))
-            parts.extend(payload[bad.start : bad.end])
-            payload = payload[bad.end :]
-    return parts
+    try:
+        text = payload.decode("utf-8")
+    except UnicodeDecodeError:
+        # one pass, however many bytes are invalid
+        for match in _PARTS.finditer(payload.decode("utf-8", "surrogateescape")):
+            escaped = ord(match[0][0]) - _ESCAPE
+            yield escaped if 0x80 <= escaped <= 0xFF else match[0]
+    else:
+        if text:
+            yield text
 
 
 class Tokenizer:
@@ -59,6 +71,9 @@ class Tokenizer:
                 self._bytes[index] = bytes(alphabet[c] for c in token)
             else:
                 raise TokenizerError(f"{path}: token {index} is {token!r}, a byte-level vocabulary is needed")
+        longest = max(self._bytes.values(), key=len, default=b"")
+        if len(longest) > TOKEN_LIMIT:
+            raise TokenizerError(f"{path}: a token of {len(longest)} bytes, at most {TOKEN_LIMIT} are possible")
         self._byte_ids = {b: self._backend.token_to_id(c) for c, b in alphabet.items()}
 
     def encode(self, payload: bytes) -> list[int]:
@@ -67,15 +82,18 @@ class Tokenizer:
         Raises TokenizerError when the vocabulary has no token for a byte that needs one.
         """
         ids: list[int] = []
-        for part in _split_invalid(payload):
-            if isinstance(part, str):
-                # encode_batch releases the interpreter lock, encode does not: a long prompt must not hold up a cancel
-                ids.extend(self._backend.encode_batch([part], add_special_tokens=False)[0].ids)
-            else:
-                index = self._byte_ids[part]
-                if index is None:
-                    raise TokenizerError(f"byte 0x{part:02x} has no token")
-                ids.append(index)
+        parts = _split_invalid(payload)
+        while group := list(islice(parts, _PARTS_AT_ONCE)):
+            # encode_batch_fast releases the interpreter lock, encode does not: a long prompt must not hold up a cancel
+            texts = iter(self._backend.encode_batch_fast([part for part in group if isinstance(part, str)], add_special_tokens=False))
+            for part in group:
+                if isinstance(part, str):
+                    ids.extend(next(texts).ids)
+                else:
+                    index = self._byte_ids[part]
+                    if index is None:
+                        raise TokenizerError(f"byte 0x{part:02x} has no token")
+                    ids.append(index)
         return ids
 
     def text(self, token: int) -> bytes:

@@ -39,9 +39,12 @@ class Admission:
             else:
                 refused = check_tokens(prompt, len(ids), self.engine.capacity, image)
         if refused is not None:
-            self.desk.refuse(prompt.id)
             self.log(f"refused {prompt.id}: {refused.reason}")
-            self.outbox.send(lines.error(refused.id, refused.code, refused.detail) + self.emap())
+            block = lines.error(refused.id, refused.code, refused.detail) + self.emap()
+            # in one go, so that a CANCEL never hears NOT_FOUND before the refusal
+            with self.desk.lock:
+                self.desk.refuse(prompt.id)
+                self.outbox.send(block)
             return
         seed = secrets.randbits(64) if prompt.seed is None else prompt.seed
         turn = Turn(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -19,6 +18,8 @@ from glm53serve.serve.frames import Cancel, Code, Frame, Image, Prompt, Refused,
 from glm53serve.serve.inbox import Eof, Inbox
 from glm53serve.serve.outbox import REPLY_LIMIT, Outbox
 from glm53serve.serve.schedule import Schedule
+from glm53serve.serve.signals import Signals
+from glm53serve.serve.stderr import StderrLog
 from glm53serve.serve.telemetry import Telemetry, peak_rss_gb
 from glm53serve.serve.turns import Desk, End, Phase, Turn
 from glm53serve.serve.usage import UsageFile
@@ -33,10 +34,11 @@ FLUSH_SECONDS = 0.5
 def serve(directory: Path, settings: Settings, *, slots: int, specials_stop: bool, expert_slots: int = 0, backend: str | None = None) -> int:
     """Load a model and serve it on stdin and stdout until the input ends. Returns the exit code."""
     _fill_standard_descriptors()
+    signals = Signals()
     out = os.dup(1)
     # nothing but frames may reach the pipe, whatever a library prints
     os.dup2(2, 1)
-    log = _stderr_log if settings.verbose else _no_log
+    say = StderrLog()
     try:
         loaded = load(
             directory,
@@ -45,34 +47,55 @@ def serve(directory: Path, settings: Settings, *, slots: int, specials_stop: boo
             specials_stop=specials_stop,
             expert_slots=expert_slots,
             backend=backend,
-            note=lambda line: _stderr_log(f"glm53: {line}"),
+            note=lambda line: say(f"glm53: {line}"),
         )
+        daemon = Daemon(loaded, settings, 0, out, say if settings.verbose else _no_log, say)
+        signals.then(daemon.stop)
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        gc.collect()
+        gc.freeze()
+        gc.disable()
     except LoadError as error:
-        _stderr_log(f"glm53: {error}")
-        os.write(out, lines.load_fail(error.kind, str(error)))
+        return _fail(out, say, error)
+    except OSError as error:
+        return _fail(out, say, LoadError("io", f"{directory}: {error}"))
+    except MemoryError as error:
+        return _fail(out, say, LoadError("nomem", f"{directory}: {error}"))
+    try:
+        daemon.start()
+    except RuntimeError as error:
+        say(f"glm53: {error}")
         return 1
-    daemon = Daemon(loaded, settings, 0, out, log)
-    signal.signal(signal.SIGTERM, lambda _number, _frame: daemon.stop())
-    signal.signal(signal.SIGINT, (lambda _number, _frame: daemon.stop()) if os.isatty(0) else signal.SIG_IGN)
-    sys.setswitchinterval(SWITCH_INTERVAL)
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    daemon.start()
     code = daemon.wait()
-    sys.stderr.flush()
     # a pass that still runs must not hold up the exit, and there is nothing left to lose
     os._exit(code)
 
 
+def _fail(out: int, say: Callable[[str], None], error: LoadError) -> int:
+    """The engine cannot start: tell the peer and the person. Returns the exit code."""
+    say(f"glm53: {error}")
+    with contextlib.suppress(OSError):
+        os.write(out, lines.load_fail(error.kind, str(error)))
+    return 1
+
+
 class Daemon:
-    """One served model between two descriptors: frames come from `source` and go to `out`; `log` takes verbose lines.
+    """One served model between two descriptors: frames come from `source` and go to `out`; `log` takes verbose lines, `say` the others.
 
     `start` sends the handshake and starts the threads; `wait` returns the exit code when all is done, from a thread that only waits, so
     that signals are seen at once; `stop` ends it from anywhere.
     """
 
-    def __init__(self, loaded: Loaded, settings: Settings, source: int, out: int, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        settings: Settings,
+        source: int,
+        out: int,
+        log: Callable[[str], None],
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._say = say or log
         self._engine = loaded.engine
         self._settings = settings
         self._log = log
@@ -88,7 +111,7 @@ class Daemon:
         self._inbox = Inbox(source, self._on_frame, backlog=lambda: self._outbox.unsent_bytes)
         self._admission = Admission(loaded.engine, loaded.tokenizer, self._desk, self._outbox, self._emap, log, settings.accept)
         self._schedule = Schedule(
-            loaded.engine, loaded.tokenizer, self._desk, self._outbox, loaded.stop_ids, settings.rewind, log, _stderr_log, settings.verbose
+            loaded.engine, loaded.tokenizer, self._desk, self._outbox, loaded.stop_ids, settings.rewind, log, self._say, settings.verbose
         )
         self._image_for = 0
         self._images: dict[int, bool] = {}
@@ -100,7 +123,7 @@ class Daemon:
         self._save_due = threading.Event()
 
     def start(self) -> None:
-        """Handshake, then serve."""
+        """Handshake, then serve. Raises RuntimeError when a thread cannot be had."""
         self._engine.note = self._note
         self._outbox.send(
             lines.READY
@@ -122,6 +145,7 @@ class Daemon:
         self._over.wait()
         with self._desk.lock:
             self._desk.wake.notify_all()
+        self._inbox.poke()
         self._usage.save(self._telemetry.heat)
         if self._settings.verbose:
             self._log(lines.steps(self._schedule.steps, self._schedule.step_rows))
@@ -138,10 +162,9 @@ class Daemon:
         def run() -> None:
             try:
                 body()
-            except BaseException:
-                _stderr_log(traceback.format_exc().rstrip("\n"))
+            except BaseException:  # noqa: BLE001 - whatever ends a thread ends the daemon, with exit code 1
+                self._say(traceback.format_exc().rstrip("\n"))
                 self._failed = True
-                raise
             finally:
                 self._over.set()
 
@@ -153,6 +176,8 @@ class Daemon:
             while not self._outbox.wait_room(FLUSH_SECONDS, REPLY_LIMIT) and not self._over.is_set():
                 pass
             frame = self._inbox.get()
+            if self._over.is_set():
+                return
             if self._save_due.is_set():
                 self._save_due.clear()
                 self._usage.save(self._telemetry.heat)
@@ -200,6 +225,8 @@ class Daemon:
         if turn.scores and turn.forwards:
             turn.slot.resumable = False
         uses = self._telemetry.absorb(turn)
+        if self._desk.stopping:
+            return
         if end is End.CANCELLED:
             self._log(lines.cancel(turn.id, len(turn.prompt), turn.emitted, turn.slot.filled))
             block = lines.error(turn.id, Code.CANCELLED)
@@ -226,11 +253,6 @@ def _fill_standard_descriptors() -> None:
             os.fstat(fd)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_RDWR), fd)
-
-
-def _stderr_log(line: str) -> None:
-    with contextlib.suppress(OSError):  # a closed stderr must not stop anything
-        os.write(2, line.encode() + b"\n")
 
 
 def _no_log(_line: str) -> None:

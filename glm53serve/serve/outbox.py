@@ -15,6 +15,8 @@ ROOM_LIMIT = 1 << 20
 REPLY_LIMIT = 64 << 20
 """Unsent bytes (with waiting prompts) from which on nothing more is read."""
 
+STUCK_SECONDS = 0.25
+
 _GONE = select.POLLERR | select.POLLHUP | select.POLLNVAL
 
 
@@ -95,7 +97,10 @@ class Outbox:
         return self.wait_room(timeout, 1)
 
     def close(self, timeout: float = 0.0) -> bool:
-        """Give what is unsent `timeout` seconds to leave, drop the rest and end the thread. True when nothing was dropped. The descriptor stays open."""
+        """Give what is unsent `timeout` seconds to leave, drop the rest and end the thread. True when nothing was dropped. The descriptor stays open.
+
+        A write that blocks although the descriptor said it would not (a stopped terminal) is left behind after `STUCK_SECONDS`.
+        """
         self.flush(timeout)
         with self._changed:
             self._stopping = True
@@ -104,7 +109,9 @@ class Outbox:
         if not begun:
             self._shut()
         elif self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(STUCK_SECONDS)
+            if self._thread.is_alive():
+                return False
         return not self._dropped
 
     # -- the writer thread

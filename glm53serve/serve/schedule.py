@@ -168,7 +168,7 @@ class Schedule:
             self._decode([turn for turn in turns if turn not in ahead])
 
     def _decode(self, turns: list[Turn]) -> None:
-        chosen = [(turn, choose(turn.logits, turn.sampling, turn.emitted)) for turn in turns if turn.logits is not None]
+        chosen = [(turn, choose(row, turn.sampling, turn.emitted)) for turn in turns if (row := turn.logits) is not None]
         rows: list[tuple[Turn, int]] = []
         with self._desk.lock:
             for turn, token in chosen:

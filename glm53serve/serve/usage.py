@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +71,7 @@ class UsageFile:
         self._foreign = False
         self._noted = False
         self._saved: NDArray[np.uint64] | None = None
+        self._lock = threading.Lock()
 
     def load(self) -> NDArray[np.uint64]:
         """The counts to start from, aged: uint64 [sparse layers, experts]; zeros when there is no usable file."""
@@ -86,9 +88,13 @@ class UsageFile:
         return zeros
 
     def save(self, counts: NDArray[np.uint64]) -> bool:
-        """Replace the file by these counts, atomically. True when the file says so now; a failure is noted once."""
+        """Replace the file by these counts, atomically, one thread at a time. True when the file says so now; a failure is noted once."""
         if counts.shape != self._shape:
             raise ValueError(f"usage counts {counts.shape}, expected {self._shape}")
+        with self._lock:
+            return self._replace(counts)
+
+    def _replace(self, counts: NDArray[np.uint64]) -> bool:
         if self._saved is not None and np.array_equal(self._saved, counts):
             return True
         try:
