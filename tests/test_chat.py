@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from glm53serve.commands.daemon_client import DaemonClient, Outcome
 from glm53serve.model.synth import synth
 from harness.client import child_environment
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "glm53serve" / "data" / "glm53-nano"
 CHAT = [sys.executable, "-m", "glm53serve", "chat"]
@@ -85,8 +87,7 @@ class Terminal:
 
     def children(self) -> list[int]:
         """Process ids of the chat's children (the daemon)."""
-        tasks = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
-        return [int(pid) for pid in tasks.split()]
+        return [child.pid for child in psutil.Process(self._process.pid).children()]
 
     def exit_code(self) -> int:
         # what is still written must be read, or the chat cannot end
@@ -225,7 +226,7 @@ def test_ctrl_c_cancels_an_answer_and_the_chat_goes_on(usage: dict[str, str], te
         assert chat.children() == daemon, "the daemon was replaced or died"
     chat.type("\x03")
     assert chat.exit_code() == 0
-    assert not Path(f"/proc/{daemon[0]}").exists(), "the daemon outlives the chat"
+    assert not psutil.pid_exists(daemon[0]), "the daemon outlives the chat"
 
 
 def test_a_daemon_that_dies_ends_the_chat_with_one_line(usage: dict[str, str], terminal: list[Terminal], endless: Path) -> None:

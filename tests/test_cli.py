@@ -18,6 +18,7 @@ from glm53serve.model.synth import synth
 from glm53serve.settings import Settings
 from harness.client import child_environment
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "glm53serve" / "data" / "glm53-nano"
 DROP_IN = [sys.executable, "-c", "from glm53serve.cli import main_drop_in; raise SystemExit(main_drop_in())"]

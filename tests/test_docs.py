@@ -14,6 +14,7 @@ from glm53serve import cli
 from glm53serve.settings import Settings
 from harness.client import child_environment
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
