@@ -55,7 +55,7 @@ class Settings:
         choices=("auto", "cpu", "cuda", "vulkan"),
     )
     # -- slots and chunks
-    slots: int = _setting("KV_SLOTS", "int", 1, "Conversations held at once.", low=1, high=256)
+    slots: int = _setting("KV_SLOTS", "int", 1, "Conversations held at once.", low=1, high=16)
     maxt: int = _setting("GLM53_MAXT", "int", 8192, "Positions a slot holds, prompt and answer together.", low=64, high=1 << 24)
     prefill_chunk: int = _setting(
         "GLM53_PREFILL_CHUNK",

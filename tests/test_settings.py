@@ -34,7 +34,7 @@ def test_defaults_and_values() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("KV_SLOTS", "0", "from 1 to 256"),
+        ("KV_SLOTS", "0", "from 1 to 16"),
         ("KV_SLOTS", "two", "a whole number"),
         ("GLM53_MAXT", "63", "from 64"),
         ("GLM53_BITS", "0", "one of 4, 8, 16, 32"),

@@ -9,7 +9,7 @@ from glm53serve.load import shipped_model
 from glm53serve.serve.daemon import serve
 from glm53serve.settings import SettingError, Settings
 
-MOST_SLOTS = 256
+MOST_SLOTS = 16
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
