@@ -108,13 +108,13 @@ def minimum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
 
 
 def _exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """e to the x within 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; 0 below -87, x held to 88 above."""
+    """e to the x within 2 units in the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; 0 below -87, x held to 87 above."""
 
     def c(value: float) -> ir.Constant:
         return constant(VF, value)
 
     low = b.fcmp_ordered("<", x, c(-87.0))
-    x = minimum(b, maximum(b, x, c(-87.0)), c(88.0))
+    x = minimum(b, maximum(b, x, c(-87.0)), c(87.0))
     n = call(b, f"llvm.rint.v{LANES}f32", VF, [b.fmul(x, c(1.4426950408889634))])
     r = fma(b, n, c(-0.693359375), x)
     r = fma(b, n, c(2.12194440e-4), r)
