@@ -160,7 +160,7 @@ def copy_bandwidth(device: Device, rows: int, width: int) -> float:
     commands.begin(device.bind([halt, parameters], device.common_layout))
     for _ in range(20):
         groups = (-(-width // 128), rows, 1)
-        commands.dispatch(device.pipeline("attn_sum"), device.bind([source, target]), struct.pack("2I", width, 1), groups)
+        commands.dispatch(device.pipeline("attn_sum", {0: 0}), device.bind([source, target]), struct.pack("2I", width, 1), groups)
         commands.kernel_barrier()
     commands.end()
     best = 0.0

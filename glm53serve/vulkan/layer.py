@@ -59,7 +59,7 @@ class HcSite:
         together = 1 if bucket <= VECTOR_ROWS else 4
         dots = Op(
             "hc_dots",
-            {2: together},
+            {1: 256 if together == 1 else 64, 2: together},
             [s["x"], self.fn, s["dots"]],
             struct.pack("2I", self.outputs, width),
             (-(-(self.outputs + 1) // together), bucket, 1),
@@ -107,7 +107,7 @@ class KdaLayer:
         bounded = c.gate_lower_bound is not None
         prep = Op(
             "kda_prep",
-            {},
+            {1: 128 if d > 64 else 64},
             [s["a"], s["fb"], self.taps, self.gate, self.state.window, s["qkv"], s["decay"], s["beta"]],
             struct.pack(
                 "10If", p, h, d, c.conv_width, stride, at["k_proj"], at["v_proj"], at["b_proj"], z.kda, bounded, c.gate_lower_bound or 0.0

@@ -4,8 +4,8 @@
 // mHC (model spec 3): the raw products fn . X of a row's concatenated streams and their sum of squares,
 // which is output number (2+n)n. The division by the root follows in hc_pre. PER outputs a workgroup: one
 // where there are few rows, so that enough of the device works.
-#define WG 256u
-layout(local_size_x = 256) in;
+#define WG gl_WorkGroupSize.x
+layout(local_size_x = 256, local_size_x_id = 1) in;
 #include "common.glsl"
 layout(constant_id = 2) const uint PER = 4u;
 layout(set = 1, binding = 0) readonly buffer X { vec4 x4[]; };     // [rows, n Hp]

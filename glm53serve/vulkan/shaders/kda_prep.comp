@@ -2,8 +2,8 @@
 #extension GL_GOOGLE_include_directive : require
 // KDA (model spec 4.1): short convolution, SiLU, l2 of q and k, decay exp(g) and beta. One workgroup a (head, row).
 // Rows before this group come from the window of the span's source page.
-#define WG 128u
-layout(local_size_x = 128) in;
+#define WG gl_WorkGroupSize.x
+layout(local_size_x = 128, local_size_x_id = 1) in;
 #include "common.glsl"
 #include "reduce.glsl"
 layout(set = 1, binding = 0) readonly buffer A { float raw[]; };       // [rows, as]: q, k, v, ..., beta logits
