@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,8 @@ from tinymodel import FEATURES, TinyModel, random_ids, tiny_model
 from glm53serve.cpu.head import CpuHead
 from glm53serve.cpu.layers import CpuLayers
 from glm53serve.engine.seam import Batch, Halted, Span, never
-from glm53serve.model.weights import MatrixFormat
+from glm53serve.model.quant import bf16_to_f32, dequantise, f32_to_bf16, requantise
+from glm53serve.model.weights import Matrix, MatrixFormat
 
 F32 = NDArray[np.float32]
 LENGTH = 71
@@ -21,10 +25,11 @@ LENGTH = 71
 class Runner:
     """A model's CPU layers and head, driven span by span."""
 
-    def __init__(self, model: TinyModel, bits: int = 32, slots: int = 3, capacity: int = 200) -> None:
+    def __init__(self, model: TinyModel, bits: int = 32, slots: int = 3, capacity: int = 200, threads: int = 2) -> None:
         c = model.config
-        self.layers = CpuLayers(c, range(c.num_layers), model.layer, model, slots, bits)
-        self.head = CpuHead(c, model.embedding, model.final_norm, model.lm_head, bits)
+        self.notes: list[str] = []
+        self.layers = CpuLayers(c, range(c.num_layers), model.layer, model, slots, bits, threads=threads, note=self.notes.append)
+        self.head = CpuHead(c, model.embedding, model.final_norm, model.lm_head, bits, threads)
         for slot in range(slots):
             self.layers.open_slot(slot, capacity)
 
@@ -185,3 +190,80 @@ def test_bits_do_not_depend_on_chunks_or_company(bits: int) -> None:
     mixed = Runner(model, bits)
     got = [mixed.run([(1, i, other[i : i + 1]), (0, i, ids[i : i + 1])])[1] for i in range(LENGTH)]
     np.testing.assert_array_equal(np.stack(got), want)
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    model = tiny_model(seed=19, weight_format="bf16", expert_format="int4")
+    ids = random_ids(model.config, 40)
+    np.testing.assert_array_equal(Runner(model, 4, threads=1).chunks(ids, 13), Runner(model, 4, threads=3).chunks(ids, 13))
+
+
+@pytest.mark.parametrize("stored", ["bf16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_few_bits_stay_near_the_same_weights_in_float32(stored: MatrixFormat, bits: int) -> None:
+    """The error that the kernels add to the rounding of the weights: far below a thousandth of the largest logit, about one with 16-bit
+    activations in a network as rough as this."""
+    model = tiny_model(seed=21, weight_format=stored)
+    ids = random_ids(model.config, 40)
+    want = expected(rounded(model, bits), ids)
+    assert np.abs(Runner(model, bits).chunks(ids, 40) - want).max() <= (3e-3 if "int4" in (stored, f"int{bits}") else 1e-4) * np.abs(want).max()
+
+
+def rounded(model: TinyModel, bits: int) -> TinyModel:
+    """The model with every dense matrix rounded as the CPU backend keeps it: kv_b and weights_proj at 16 bits at least, b_proj as stored."""
+
+    def walk(part: Any) -> Any:
+        changed: dict[str, Any] = {}
+        for name in part.__dataclass_fields__:
+            value = getattr(part, name)
+            if isinstance(value, Matrix) and name != "b_proj":
+                kept = requantise(value, max(bits, 16) if name in ("kv_b", "weights_proj") else bits)
+                changed[name] = Matrix("f32", value.rows, value.cols, bf16(dequantise(kept)) if name == "kv_b" else dequantise(kept))
+            elif hasattr(value, "__dataclass_fields__") and not isinstance(value, Matrix):
+                changed[name] = walk(value)
+        return replace(part, **changed)
+
+    head = model.lm_head
+    plain = Matrix("f32", head.rows, head.cols, dequantise(requantise(head, bits)))
+    return replace(model, layers=tuple(walk(layer) for layer in model.layers), lm_head=plain)
+
+
+def bf16(values: F32) -> F32:
+    return bf16_to_f32(f32_to_bf16(values))
+
+
+def test_without_compiled_kernels_numpy_computes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "glm53serve.cpu.stack", None)
+    monkeypatch.setitem(sys.modules, "glm53serve.cpu.output", None)
+    model = tiny_model(seed=23, **FEATURES["pool 5, 1 stream"])
+    ids = random_ids(model.config, 40)
+    runner = Runner(model)
+    assert np.abs(runner.chunks(ids, 17) - expected(model, ids)).max() <= 1e-4
+    assert any("NumPy computes" in line for line in runner.notes)
+    assert np.abs(Runner(model, 8).chunks(ids, 17) - expected(rounded(model, 8), ids)).max() <= 1e-3
+
+
+def test_a_snapshot_without_memory_raises_and_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(seed=25)
+    ids = random_ids(model.config, 30)
+    runner = Runner(model)
+    want = runner.chunks(ids, 30)
+    runner.layers.reset_slot(0)
+
+    def full(*_args: object) -> F32:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty_like", full)
+        with pytest.raises(MemoryError):
+            runner.layers.snapshot(0)
+    np.testing.assert_array_equal(runner.chunks(ids, 30), want)
+
+
+def test_time_is_metered() -> None:
+    model = tiny_model(seed=27)
+    runner = Runner(model)
+    runner.run([(0, 0, random_ids(model.config, 30))])
+    meter = runner.layers.meter
+    assert meter.attention > 0 and meter.experts > 0
+    assert 0 < meter.found == meter.uses <= len(model.config.sparse_layers) * model.config.n_routed_experts

@@ -254,7 +254,7 @@ class KdaPrograms:
         c, g = self.config, b.group
         d = p64(c.kda_head_dim)
         wide = c.kda_heads * d
-        x = g.form("attention", b.hidden, kinds_of(self.project))
+        x = g.form("attention", b.hidden, kinds_of(self.project + self.beta))
         b.collapse(p, self.site, x, b.zero)
         projected = g.buffer("kda", 3 * wide + 2 * d)
         p.matmul(self.project, x, g.count, projected)
@@ -339,7 +339,7 @@ class DsaPrograms:
         q_width, r, di = p64(c.q_lora_rank), p64(c.kv_lora_rank), p64(c.index_head_dim)
         dn, dv = p64(c.qk_head_dim), p64(c.v_head_dim)
         latents = b.slots.latents_at(self.index)
-        x = g.form("attention", b.hidden, kinds_of(self.project))
+        x = g.form("attention", b.hidden, kinds_of(self.project + self.weigh))
         b.collapse(p, self.site, x, b.zero)
         projected = g.buffer("dsa", q_width + r + 2 * di)
         p.matmul(self.project, x, g.count, projected)

@@ -10,12 +10,18 @@ from glm53serve.cpu.rows import Piece
 from glm53serve.cpu.state import SlotState
 from glm53serve.model import reference_math as m
 from glm53serve.model.config import FULL, ModelConfig
-from glm53serve.model.quant import dequantise
-from glm53serve.model.weights import DsaWeights
+from glm53serve.model.quant import dequantise, requantise
+from glm53serve.model.weights import DsaWeights, Matrix
 
 F32 = NDArray[np.float32]
 Pools = NDArray[np.int64] | None
 """Pools a row attends, ascending; None = all complete ones."""
+
+
+def widened(kv_b: Matrix, bits: int) -> F32:
+    """kv_b as float32, rounded to BF16 when the dense matrices have fewer than 32 bits (half of it is used transposed, across any groups)."""
+    values = dequantise(kv_b)
+    return dequantise(requantise(Matrix("f32", kv_b.rows, kv_b.cols, values), max(bits, 16)))
 
 
 class DsaLayer:
@@ -27,11 +33,11 @@ class DsaLayer:
         self.full = config.indexer_kinds[index] == FULL
         i = w.indexer
         self.project = Linear([w.q_a, w.kv_a] + ([i.wk, i.gate] if i else []), bits)
-        self.weigh = Linear([i.weights_proj], bits) if i else None
+        self.weigh = Linear([i.weights_proj], max(bits, 16)) if i else None
         self.q_a_norm = w.q_a_norm
         self.kv_a_norm = w.kv_a_norm
         self.from_query = Linear([w.q_b] + ([i.wq_b] if i else []), bits)
-        kv_b = dequantise(w.kv_b).reshape(config.num_heads, config.qk_head_dim + config.v_head_dim, config.kv_lora_rank)
+        kv_b = widened(w.kv_b, bits).reshape(config.num_heads, config.qk_head_dim + config.v_head_dim, config.kv_lora_rank)
         self.kv_b = kv_b
         self.out = Linear([w.o_proj], bits)
         self.indexer = i

@@ -119,10 +119,13 @@ def _e4m3(b: ir.IRBuilder, byte: Value) -> Value:
 
 
 def _float_tile(kind: int, rows: int, width: int) -> Callable[..., None]:
-    def body(b: ir.IRBuilder, w: Value, ws: Value, s: Value, ss: Value, x: Value, xs: Value, groups: Value, y: Value, ys: Value) -> None:
+    def body(
+        b: ir.IRBuilder, w: Value, ws: Value, s: Value, ss: Value, x: Value, xs: Value, first: Value, count: Value, old: Value, new: Value, y: Value, ys: Value
+    ) -> None:
         w_rows = [b.add(w, b.mul(ws, _i(n))) for n in range(width)]
         x_rows = [b.add(x, b.mul(xs, _i(m))) for m in range(rows)]
         s_rows = [b.add(s, b.mul(ss, _i(n))) for n in range(width)]
+        slots = [_i(4 * LANES * k) for k in range(rows * width)]
 
         def group_scales(group: Value) -> list[Value | None]:
             if kind == INT4:
@@ -132,7 +135,8 @@ def _float_tile(kind: int, rows: int, width: int) -> Callable[..., None]:
                 return [splat(b, load(b, b.add(s, block), F32), LANES)] * width
             return [None] * width
 
-        def step(group: Value, sums: list[Value]) -> list[Value]:
+        def step(number: Value, sums: list[Value]) -> list[Value]:
+            group = b.add(first, number)
             sums = list(sums)
             scales = group_scales(group)
             x_at = b.mul(group, _i(256))
@@ -144,45 +148,70 @@ def _float_tile(kind: int, rows: int, width: int) -> Callable[..., None]:
                         sums[m * width + n] = fma(b, lane, weights[n], sums[m * width + n])
             return sums
 
-        sums = _loop(b, groups, [constant(VF, 0.0)] * (rows * width), step)
-        for m in range(rows):
-            for n in range(width):
-                value = hsum(b, sums[m * width + n])
-                if kind == INT8:
-                    value = b.fmul(value, load(b, s_rows[n], F32))
-                store(b, value, b.add(y, b.add(b.mul(ys, _i(m)), _i(4 * n))))
+        def resumed() -> list[Value]:
+            return [load(b, b.add(old, slot), VF) for slot in slots]
+
+        zeros: list[Value] = [constant(VF, 0.0)] * (rows * width)
+        sums = _loop(b, count, _either(b, b.icmp_signed("!=", old, _i(0)), resumed, zeros), step)
+        with b.if_else(b.icmp_signed("!=", new, _i(0))) as (unfinished, finished):
+            with unfinished:
+                for value, slot in zip(sums, slots, strict=True):
+                    store(b, value, b.add(new, slot))
+            with finished:
+                for m in range(rows):
+                    for n in range(width):
+                        value = hsum(b, sums[m * width + n])
+                        if kind == INT8:
+                            value = b.fmul(value, load(b, s_rows[n], F32))
+                        store(b, value, b.add(y, b.add(b.mul(ys, _i(m)), _i(4 * n))))
 
     return body
 
 
+def _either(b: ir.IRBuilder, condition: Value, there: Callable[[], list[Value]], otherwise: list[Value]) -> list[Value]:
+    """there() if the condition holds, else `otherwise`."""
+    before, taken, after = b.block, b.append_basic_block("taken"), b.append_basic_block("joined")
+    b.cbranch(condition, taken, after)
+    b.position_at_end(taken)
+    values = there()
+    b.branch(after)
+    b.position_at_end(after)
+    joined = []
+    for value, other in zip(values, otherwise, strict=True):
+        phi = b.phi(value.type)
+        phi.add_incoming(value, taken)
+        phi.add_incoming(other, before)
+        joined.append(phi)
+    return joined
+
+
 def _float_dispatch(b: ir.IRBuilder, kind: Value, rows: Value, wide: Value, args: list[Value]) -> None:
-    """Call the tile of that kind, M = rows, N = its full width when `wide` is 1, else 1."""
+    """Call the tile of that kind, M = rows, N = its full width when `wide` is 1, else 1 (and M = 1)."""
     end = b.append_basic_block("done")
-    code = b.add(b.mul(kind, _i(16)), b.add(b.mul(rows, _i(2)), wide))
-    switch = b.switch(code, end)
+    switch = b.switch(b.add(b.mul(kind, _i(16)), b.add(b.mul(rows, _i(2)), wide)), end)
     for k in range(5):
-        for m, n in FLOAT_TILES:
-            for wide_case in (0, 1):
-                fn = _function(b.module, f"tile_{k}_{m}_{wide_case}", 9, _float_tile(k, m, n if wide_case else 1))
-                block = b.append_basic_block("case")
-                switch.add_case(_i(k * 16 + m * 2 + wide_case), block)
-                b.position_at_end(block)
-                b.call(fn, args)
-                b.branch(end)
+        for m, n, wide_case in (*((m, n, 1) for m, n in FLOAT_TILES), (1, 1, 0)):
+            fn = _function(b.module, f"tile_{k}_{m}_{wide_case}", len(args), _float_tile(k, m, n))
+            block = b.append_basic_block("case")
+            switch.add_case(_i(k * 16 + m * 2 + wide_case), block)
+            b.position_at_end(block)
+            b.call(fn, args)
+            b.branch(end)
     b.position_at_end(end)
 
 
 @intrinsic
-def float_tile(typing, kind, rows, wide, w, ws, s, ss, x, xs, groups, y, ys):
-    """A float tile: kind, M in (6, 4, 2, 1), 1 for full width or 0 for one row of W, then W, its row stride, scales, their row stride, x,
-    its row stride, groups of 64 columns, y, its row stride; strides in bytes. An FP8 tile must lie within one block of 128 rows, its
-    scale address is that block's row."""
+def float_tile(typing, kind, rows, wide, w, ws, s, ss, x, xs, first, count, old, new, y, ys):
+    """A float tile: kind, M in (6, 4, 2, 1), 1 for full width or 0 for one row of W (M = 1), then W, its row stride, scales, their row
+    stride, x, its row stride, first group of 64 columns and their number, where unfinished sums lie (0: start from nothing), where to
+    leave them (0: finish), y, its row stride; strides in bytes. An FP8 tile must lie within one block of 128 rows, its scale address is
+    that block's row."""
 
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         _float_dispatch(b, args[0], args[1], args[2], list(args[3:]))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 12), codegen
+    return types.void(*[types.int64] * 15), codegen
 
 
 # --- integer tiles ---------------------------------------------------------------------------------------------------------------
@@ -295,20 +324,19 @@ ROWS_TILES = (4, 2, 1)
 
 @intrinsic
 def rows_tile(typing, rows, wide, w, ws, s, ss, x, xs, q, o, qs, groups, y, ys):
-    """An integer tile of rows where they lie: M in (4, 2, 1), 1 for eight rows of W or 0 for one, then W, its row stride, scales, their row
+    """An integer tile of rows where they lie: M in (4, 2, 1), 1 for eight rows of W or 0 for one (M = 1), then W, its row stride, scales, their row
     stride, x, its row stride, scales of x, offsets of x, their row stride, groups, y, its row stride; strides in bytes."""
 
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
         end = b.append_basic_block("done")
         switch = b.switch(b.add(b.mul(args[0], _i(2)), args[1]), end)
-        for m in ROWS_TILES:
-            for wide_case in (0, 1):
-                fn = _function(b.module, f"rows_{m}_{wide_case}", 12, _rows_tile(m, 8 if wide_case else 1))
-                block = b.append_basic_block("case")
-                switch.add_case(_i(m * 2 + wide_case), block)
-                b.position_at_end(block)
-                b.call(fn, list(args[2:]))
-                b.branch(end)
+        for m, width in (*((m, 8) for m in ROWS_TILES), (1, 1)):
+            fn = _function(b.module, f"rows_{m}_{width}", 12, _rows_tile(m, width))
+            block = b.append_basic_block("case")
+            switch.add_case(_i(m * 2 + (width > 1)), block)
+            b.position_at_end(block)
+            b.call(fn, list(args[2:]))
+            b.branch(end)
         b.position_at_end(end)
         return context.get_dummy_value()
 

@@ -43,48 +43,62 @@ _PRODUCT, _COUNT, _KIND, _W, _WS, _S, _SS, _N, _G, _XAT, _X, _XS, _Q, _O, _QS, _
 
 TILE = 16
 _PACK_FROM = 8
-_BLOCK_BYTES = 1 << 19
+_BLOCK_ROWS = 48
+_RUN_GROUPS = 16
 _FLOAT_WIDE = 4 if LANES == 16 else 2
 
 
 @njit(inline="always")
+def _float_shape(rows, step):
+    """Rows of the next tile, its width, and 1 if it is a wide one."""
+    if step == 1:
+        return 1, 1, 0
+    if rows >= 6:
+        return 6, _FLOAT_WIDE, 1
+    if rows >= 4:
+        return 4, _FLOAT_WIDE, 1
+    if rows >= 2:
+        return 2, 2 * _FLOAT_WIDE, 1
+    return 1, 8, 1
+
+
+@njit(inline="always")
 def _floats(kind, w, ws, sc, ss, first, last, groups, x, xs, rows, y, ys):
-    """Rows first..last-1 of W in a float format times all rows of x, in blocks of rows of x that stay in the cache."""
-    block = max(6, _BLOCK_BYTES // xs // 6 * 6)
-    for m0 in range(0, rows, block):
-        m1 = min(rows, m0 + block)
+    """Rows first..last-1 of W in a float format times all rows of x.
+
+    Many rows are taken in blocks of x that stay in the second cache and runs of columns that stay in the first; sums wait in between.
+    """
+    columns = groups
+    if rows > 2:
+        columns = min(groups, _RUN_GROUPS)
+    waiting = np.empty(_BLOCK_ROWS * 8 * LANES, np.float32)
+    carry = waiting.ctypes.data
+    for m0 in range(0, rows, _BLOCK_ROWS):
+        m1 = min(rows, m0 + _BLOCK_ROWS)
         n = first
         while n < last:
-            m = m0
             step = 8
             if last - n < 8:
                 step = 1
-            while m < m1:
-                left = m1 - m
-                if left >= 6:
-                    tile = 6
-                elif left >= 4:
-                    tile = 4
-                elif left >= 2:
-                    tile = 2
-                else:
-                    tile = 1
-                width = 1
-                wide = 0
-                if step == 8:
-                    wide = 1
-                    width = 8
-                    if tile >= 4:
-                        width = _FLOAT_WIDE
-                    elif tile == 2:
-                        width = 2 * _FLOAT_WIDE
-                for i in range(n, n + step, width):
-                    scale = sc + i * ss
-                    if kind == FP8:
-                        scale = sc + (i >> 7) * ss
-                    float_tile(kind, tile, wide, w + i * ws, ws, scale, ss, x + m * xs, xs, groups, y + m * ys + 4 * i, ys)
-                m += tile
+            for g in range(0, groups, columns):
+                count = min(columns, groups - g)
+                m = m0
+                while m < m1:
+                    tile, width, wide = _float_shape(m1 - m, step)
+                    for i in range(n, n + step, width):
+                        scale = sc + i * ss
+                        if kind == FP8:
+                            scale = sc + (i >> 7) * ss
+                        slot = carry + ((m - m0) * 8 + (i - n) * tile) * 4 * LANES
+                        old, new = slot, slot
+                        if g == 0:
+                            old = 0
+                        if g + count == groups:
+                            new = 0
+                        float_tile(kind, tile, wide, w + i * ws, ws, scale, ss, x + m * xs, xs, g, count, old, new, y + m * ys + 4 * i, ys)
+                    m += tile
             n += step
+    s.keep(waiting)
 
 
 @njit(inline="always")
@@ -114,9 +128,11 @@ def _integers(w, ws, sc, ss, first, last, groups, x, xs, q, o, qs, rows, y, ys):
             wide = 0
         m = 0
         while m < rows:
-            tile = 4
-            while tile > rows - m:
-                tile //= 2
+            tile = 1
+            if wide == 1:
+                tile = 4
+                while tile > rows - m:
+                    tile //= 2
             rows_tile(tile, wide, w + n * ws, ws, sc + n * ss, ss, x + m * xs, xs, q + m * qs, o + m * qs, qs, groups, y + m * ys + 4 * n, ys)
             m += tile
         n += step

@@ -1,0 +1,129 @@
+"""Speed of the CPU kernels at the real model's widths, against what the machine can do, measured in the same run.
+
+    python bench/kernels.py [--seconds 0.4] [--threads N] [--quick]
+
+Few rows are bound by reading weights: GB/s and the share of the read bandwidth. Many rows are bound by arithmetic: GFLOP/s (2 x rows x
+weights) and the ratio to the float32 matrix rate of NumPy's BLAS. Weights are read from several copies, so that no cache holds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53serve.cpu import warm
+from glm53serve.cpu.packing import Packed, pack
+from glm53serve.cpu.program import Cell, Form, Program, zeros
+from glm53serve.cpu.threads import physical_cores
+from glm53serve.model.quant import requantise
+from glm53serve.model.weights import Matrix
+
+SHAPES = ((2048, 4096), (4096, 2048))
+SPREAD_BYTES = 640 << 20
+
+
+def timed(run: Callable[[int], None], seconds: float) -> tuple[float, float]:
+    """Median and least seconds of run(i), called with a growing i until `seconds` have passed (five times at least)."""
+    run(0)
+    run(1)
+    times: list[float] = []
+    i, began = 2, time.perf_counter()
+    while len(times) < 5 or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        run(i)
+        times.append(time.perf_counter() - start)
+        i += 1
+    return float(np.median(times)), min(times)
+
+
+def read_bandwidth(threads: int, seconds: float) -> float:
+    """Bytes a second that `threads` threads read from memory."""
+    from glm53serve.cpu.kernels import bandwidth
+    from glm53serve.cpu.kernels.fields import Arguments, address
+    from glm53serve.cpu.kernels.team import shared_team
+
+    data, sums = zeros(SPREAD_BYTES // 4), zeros(64 * 64)
+    data[:] = 1
+    program = Program(threads)
+    program.add(bandwidth.read.address, Arguments(bandwidth.FIELDS, data=address(data), size=data.nbytes, sums=address(sums)), 8 * threads, 8 * threads)
+    team = shared_team(threads)
+    return data.nbytes / timed(lambda _i: program.run(team, 1), seconds)[0]
+
+
+def matrix_rate(seconds: float) -> float:
+    """GFLOP/s of NumPy's float32 matrix product with all its threads."""
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((512, 4096), np.float32), rng.standard_normal((2048, 4096), np.float32)
+    return 2 * x.size * len(w) / timed(lambda _i: np.matmul(x, w.T), seconds)[0] / 1e9
+
+
+def product(parts: list[Packed], row_count: int, threads: int, seconds: float) -> float:
+    """Median seconds of one product with one of the copies in `parts`."""
+    from glm53serve.cpu.kernels import rows
+    from glm53serve.cpu.kernels.fields import Arguments
+    from glm53serve.cpu.kernels.team import shared_team
+
+    rng = np.random.default_rng(1)
+    form = Form(row_count, parts[0].groups * 64, {parts[0].kind})
+    form.natural[:] = rng.standard_normal(form.natural.shape)
+    count, y = Cell(), zeros(row_count, parts[0].rows)
+    count.set(row_count)
+    shaped = Program(threads)
+    shaped.by_row(rows.shape.address, Arguments(rows.SHAPE_FIELDS, count=count.at, form=form.at))
+    team = shared_team(threads)
+    shaped.run(team, row_count)
+    programs = []
+    for part in parts:
+        program = Program(threads)
+        program.matmul([part], form, count, y)
+        programs.append(program)
+    return timed(lambda i: programs[i % len(programs)].run(team, row_count), seconds)[0]
+
+
+def copies(w: Packed, total: int) -> list[Packed]:
+    """w in as many places as fill `total` bytes."""
+
+    def again(a: NDArray[np.generic] | None) -> NDArray[np.generic] | None:
+        return None if a is None else a.copy()
+
+    return [w] + [Packed(w.kind, w.rows, w.groups, w.data.copy(), again(w.scale)) for _ in range(total // w.nbytes)]  # type: ignore[arg-type]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.4, help="time for each figure")
+    parser.add_argument("--threads", type=int, default=physical_cores())
+    parser.add_argument("--quick", action="store_true", help="one shape, few row counts")
+    args = parser.parse_args()
+    warm.ensure_compiled(print)
+    from glm53serve.cpu.kernels import target
+
+    bandwidth, gemm = read_bandwidth(args.threads, args.seconds), matrix_rate(args.seconds)
+    vnni = "VNNI" if target.HAS_VNNI else "AVX2" if target.HAS_AVX2 else "portable"
+    print(f"{args.threads} threads, {target.LANES} lanes, {vnni}; load average {os.getloadavg()[0]:.1f}")
+    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, float32 matrix product {gemm:.0f} GFLOP/s\n")
+    print(f"{'weights x activations':28}{'shape':>12}{'rows':>6}{'ms':>9}{'GB/s':>8}{'of read':>9}{'GFLOP/s':>9}{'of sgemm':>9}")
+    counts = (1, 64) if args.quick else (1, 2, 4, 16, 64, 256, 512)
+    rng = np.random.default_rng(2)
+    for shape in SHAPES[:1] if args.quick else SHAPES:
+        values = rng.standard_normal(shape, np.float32)
+        plain = Matrix("f32", *shape, values)
+        kinds = [("int4 x 16-bit", requantise(plain, 4), True), ("int4 x f32", requantise(plain, 4), False), ("int8 x f32", requantise(plain, 8), False)]
+        kinds += [("bf16 x f32", requantise(plain, 16), False), ("f32 x f32", plain, False)]
+        for name, w, levels in kinds:
+            spread = copies(pack(w, levels), SPREAD_BYTES)
+            for count in counts:
+                seconds = product(spread if count <= 4 else spread[:2], count, args.threads, args.seconds)
+                rate, flops = spread[0].nbytes / seconds, 2 * count * values.size / seconds / 1e9
+                line = f"{name:28}{f'{shape[0]}x{shape[1]}':>12}{count:>6}{1e3 * seconds:>9.3f}{rate / 1e9:>8.1f}{rate / bandwidth:>9.0%}"
+                print(f"{line}{flops:>9.0f}{flops / gemm:>9.0%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
