@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from glm53serve.engine.tokenizer import Tokenizer
 from glm53serve.serve.turns import Desk
 from tests.served import Served, load_tiny, tiny_model
 
@@ -45,3 +46,35 @@ def test_a_cancel_never_hears_not_found_before_its_prompt_was_refused(served: Se
     served.wait(turn)
     served.wait_until(lambda: len(served.ledger.not_found) == 1)
     assert came == [f"ERROR {turn.id} BAD_REQUEST", f"ERROR {turn.id} NOT_FOUND"]
+
+
+def test_a_prompt_that_cannot_fit_is_counted_and_not_encoded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tokenizer = served.loaded.engine, served.loaded.tokenizer
+    prompt = b"0123456789" * 4000
+    exact = len(tokenizer.encode(prompt))
+    assert len(prompt) > engine.capacity * tokenizer.longest
+
+    def encode(self: Tokenizer, payload: bytes) -> list[int]:
+        raise AssertionError("every token of it was made")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "encode", encode)
+        turn = served.wait(served.submit(prompt))
+    assert turn.outcome == f"CONTEXT_EXCEEDED prompt_tokens={exact} requested=4 capacity={engine.capacity}"
+    for count in (engine.capacity, engine.capacity - 1):
+        turn = served.wait(served.submit(b"0" * count, max_tokens=1))
+        assert turn.outcome == ("DONE" if count < engine.capacity else f"CONTEXT_EXCEEDED prompt_tokens={count} requested=1 capacity={engine.capacity}")
+
+
+def test_a_reader_that_fails_is_no_good_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(load_tiny(tiny_model(tmp_path / "model"), 1), tmp_path / "usage")
+    monkeypatch.setattr("threading.excepthook", lambda _arguments: None)
+
+    def stop(_id: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(served.daemon._desk, "stop", stop)
+    turn = served.submit(b"hello", max_tokens=2)
+    served.raw(b"STOP 99\n")
+    served.wait_until(lambda: turn.ended)
+    assert turn.outcome == "DONE" and served.close() == 1

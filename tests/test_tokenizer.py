@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from itertools import groupby
 from pathlib import Path
@@ -58,6 +60,41 @@ def test_time_grows_with_the_length_whatever_the_bytes(payload: bytes) -> None:
     ids = TOKENIZER.encode(payload)
     assert len(ids) == len(payload) and len(list(groupby(ids[:6]))) == (1 if payload[0] == 255 else 6)
     assert time.perf_counter() - began < 20, "a pass over the rest for every invalid byte takes minutes"
+
+
+@pytest.mark.parametrize(
+    "payload, most",
+    [
+        (b"What is 2 + 3?\n" * 40000, 0),
+        (b"and so it went on " * 30000, 0),
+        (b"0123456789" * 60000, 4),
+        ("äö€".encode() * 90000, 12),
+        (b"ab\xff" * 100000, 12),
+        (b"<|user|>" * 80000, 24),
+    ],
+    ids=["lines", "words", "one word", "characters", "invalid", "special"],
+)
+def test_a_long_text_is_counted_in_pieces(payload: bytes, most: int) -> None:
+    exact = len(TOKENIZER.encode(payload))
+    assert exact <= TOKENIZER.count(payload) <= exact + most
+
+
+@given(st.binary(max_size=400))
+def test_counting_agrees_with_encoding(payload: bytes) -> None:
+    assert TOKENIZER.count(payload) == len(TOKENIZER.encode(payload)) >= len(payload) / TOKENIZER.longest
+
+
+def test_counting_takes_little_memory() -> None:
+    """In a process of its own, as the peak of this one is not this test's."""
+    program = (
+        "import resource, sys; from pathlib import Path; from glm53serve.engine.tokenizer import Tokenizer; from glm53serve.load import shipped_model\n"
+        "tokenizer = Tokenizer(shipped_model()); tokenizer.count(b'What is 2 + 3?\\n' * 10000)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "tokenizer.count(b'What is 2 + 3?\\n' * 200000)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    grown = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    assert grown < 200_000, f"{grown} KiB for 3 MB"
 
 
 def test_an_unknown_id_has_no_text() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -131,3 +133,22 @@ def test_unchanged_counts_are_not_written_again(tmp_path: Path, monkeypatch: pyt
 def test_a_wrong_shape_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected"):
         UsageFile(tmp_path / "usage", 2, 3, print).save(COUNTS[:1])
+
+
+def test_a_directory_that_was_removed_meanwhile_stays_removed(tmp_path: Path) -> None:
+    told: list[str] = []
+    file = UsageFile(tmp_path / "model" / "usage", 1, 2, told.append)
+    assert file.save(np.array([[1, 2]], np.uint64))
+    shutil.rmtree(tmp_path / "model")
+    assert not file.save(np.array([[1, 3]], np.uint64)) and not (tmp_path / "model").exists() and len(told) == 1
+
+
+def test_two_threads_may_save_at_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    file = UsageFile(tmp_path / "usage", 40, 64, told.append)
+    work = [threading.Thread(target=lambda first: [file.save(np.full((40, 64), first + n, np.uint64)) for n in range(40)], args=(k * 1000,)) for k in range(3)]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    assert not told and file.load()[0, 0] in {(k * 1000 + 39) // 2 for k in range(3)}

@@ -33,11 +33,11 @@ class Admission:
         ids: list[int] = []
         if refused is None:
             try:
-                ids = self.tokenizer.encode(prompt.payload)
+                count, ids = self._tokens(prompt.payload)
             except TokenizerError as error:
                 refused = Refused(prompt.id, Code.BAD_REQUEST, str(error))
             else:
-                refused = check_tokens(prompt, len(ids), self.engine.capacity, image)
+                refused = check_tokens(prompt, count, self.engine.capacity, image)
         if refused is not None:
             self.log(f"refused {prompt.id}: {refused.reason}")
             block = lines.error(refused.id, refused.code, refused.detail) + self.emap()
@@ -59,6 +59,15 @@ class Admission:
         if self.send_accept:
             self.outbox.send(lines.accept(turn.id, len(ids)))
         self.desk.admit(turn)
+
+    def _tokens(self, payload: bytes) -> tuple[int, list[int]]:
+        """How many tokens a payload has, and which; of one that is sure not to fit the number alone, which takes little memory."""
+        if len(payload) > self.tokenizer.longest * self.engine.capacity:
+            count = self.tokenizer.count(payload)
+            if count >= self.engine.capacity:
+                return count, []
+        ids = self.tokenizer.encode(payload)
+        return len(ids), ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def serve(directory: Path, settings: Settings, *, slots: int, specials_stop: boo
     except OSError as error:
         return _fail(out, say, LoadError("io", f"{directory}: {error}"))
     except MemoryError as error:
-        return _fail(out, say, LoadError("nomem", f"{directory}: {error}"))
+        return _fail(out, say, LoadError("nomem", f"{directory}: not enough memory to serve the model ({error})"))
     try:
         daemon.start()
     except RuntimeError as error:
@@ -182,6 +182,7 @@ class Daemon:
                 self._save_due.clear()
                 self._usage.save(self._telemetry.heat)
             if isinstance(frame, Eof):
+                self._failed |= self._inbox.crashed
                 self._desk.end_of_input()
                 self._over.wait()
                 return

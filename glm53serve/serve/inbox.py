@@ -36,7 +36,7 @@ class Inbox:
 
     on_frame(frame) -> True when it dealt with the frame, False to queue it for `get`; called in the reader thread, must not block.
     backlog() -> bytes that wait elsewhere (unsent replies) and count against `limit`; call `wake` when they have shrunk.
-    A descriptor that cannot be read counts as ended; `error` says why.
+    A descriptor that cannot be read counts as ended; `error` says why. `crashed`: the input counts as ended because the reader failed.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Inbox:
     ) -> None:
         self.ended = threading.Event()
         self.error: OSError | None = None
+        self.crashed = False
         self._fd = fd
         self._on_frame = on_frame
         self._backlog = backlog
@@ -128,6 +129,9 @@ class Inbox:
                     return
                 if data:
                     self._take(self._parser.feed(data))
+        except BaseException:
+            self.crashed = True
+            raise
         finally:
             with self._changed:
                 self.ended.set()

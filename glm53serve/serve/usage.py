@@ -134,7 +134,8 @@ class UsageFile:
 
     def _write(self, text: str) -> None:
         # No fsync: after a power cut an old or an empty history is as good, and a turn's end must not wait for a disk.
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self._saved is None:  # a model directory that was removed meanwhile stays removed
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         try:
             beside.write_text(text, encoding="ascii", newline="\n")
