@@ -61,6 +61,7 @@ class ExpertFiles:
         self._buffered = [_open_all(files, 0) for files in self.copies]
         self._direct: list[list[int]] = []
         self._bad: set[int] = set()
+        self._measuring = False
         for files, fds in zip(self.copies[1:], self._buffered[1:], strict=True):
             for path, fd, first in zip(files, fds, self._buffered[0], strict=True):
                 size, wanted = os.fstat(fd).st_size, os.fstat(first).st_size
@@ -91,7 +92,8 @@ class ExpertFiles:
         done = 0
         try:
             with self._lock:
-                self._faults.hit("read")
+                if not self._measuring:
+                    self._faults.hit("read")
             while done < run.needed:
                 # after an odd number of bytes a direct read can only go on from the page's start
                 done = done // PAGE * PAGE if self.direct else done
@@ -124,6 +126,7 @@ class ExpertFiles:
         order = [places[i] for i in rng.permutation(len(places))]
         direct = None
         before = self.direct
+        self._measuring = True
         try:
             # what the page cache already holds must not be put there by ourselves, so direct reads go first and the other way takes other experts
             half = max(1, len(order) // 2)
@@ -136,7 +139,7 @@ class ExpertFiles:
             self.direct = False
             return Rates(direct, self._rate(order[half:] or order, seconds))
         finally:
-            self.direct = before
+            self.direct, self._measuring = before, False
 
     def _rate(self, places: Sequence[Place], seconds: float) -> float:
         buffers = [allocate(max(p.nbytes for p in places)) for _ in range(THREADS * len(self.copies))]

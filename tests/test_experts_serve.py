@@ -1,0 +1,200 @@
+"""The daemon on experts that do not fit: same answers under every budget, clear errors, no harm from a disk that fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from glm53serve.experts import ExpertFiles
+from glm53serve.load import Loaded, LoadError, load
+from glm53serve.model.checkpoint import open_checkpoint
+from glm53serve.model.synth import synth
+from glm53serve.settings import Settings
+from tests.served import CAPACITY, CHUNK, Served
+
+PROMPT = b"What a piece of work is a man, how noble in reason"
+WORDS = 8
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("streamed") / "tiny"
+    synth(path, "tiny", experts=16, seed=9)
+    return path
+
+
+def load_share(directory: Path, share: float | None, **variables: str) -> Loaded:
+    environ = {"GLM53_BITS": "32", "GLM53_PREFILL_CHUNK": str(CHUNK), "GLM53_MAXT": str(CAPACITY), "OMP_NUM_THREADS": "1", **variables}
+    if share is not None:
+        environ["GLM53_EXPERT_GB"] = repr(share * open_checkpoint(directory).expert_bytes / 1e9)
+    return load(directory, Settings.from_environ(environ), slots=2, specials_stop=False, backend="cpu")
+
+
+@pytest.fixture
+def served(directory: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A daemon at a 25 % budget; parameters are further variables."""
+    variables = getattr(request, "param", {})
+    daemon = Served(load_share(directory, 0.25, **variables), tmp_path / "usage")
+    yield daemon
+    assert daemon.close() == 0
+    close(daemon.loaded)
+
+
+def close(loaded: Loaded) -> None:
+    loaded.engine.close()
+    if loaded.experts is not None:
+        loaded.experts.close()
+
+
+def answer(served: Served, prompt: bytes = PROMPT, slot: int = 0) -> list[tuple[bytes, float]]:
+    turn = served.wait(served.submit(prompt, slot, WORDS))
+    assert turn.outcome == "DONE"
+    return served.said(turn)
+
+
+@pytest.fixture(scope="module")
+def wanted(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, float]]:
+    """The answer with every expert in RAM."""
+    served = Served(load_share(directory, None), tmp_path_factory.mktemp("usage") / "usage")
+    said = answer(served)
+    assert served.loaded.engine.hit_rate() == 100.0
+    assert (served.loaded.engine.tiers() == 1).all()
+    served.close()
+    close(served.loaded)
+    assert len(said) == WORDS
+    return said
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.05, 0.1, 0.25, 0.5, 0.9, 1.0, 2.0])
+def test_every_budget_gives_the_same_tokens(directory: Path, tmp_path: Path, wanted: list[tuple[bytes, float]], share: float) -> None:
+    """To the last bit of the scores; twice, so that the second answer starts from another state of the cache."""
+    served = Served(load_share(directory, share), tmp_path / "usage")
+    try:
+        assert answer(served) == wanted
+        other = served.submit(b"something else entirely", 1, 3)
+        served.wait(other)
+        assert answer(served, slot=1) == wanted
+        tiers = served.loaded.engine.tiers()
+        held = int((tiers == 1).sum())
+        assert held <= max(2, share * 48) * 1.1 + 1
+        if share >= 1:
+            assert served.loaded.engine.hit_rate() == 100.0
+    finally:
+        assert served.close() == 0
+        close(served.loaded)
+
+
+def test_positional_capacity_wins(directory: Path) -> None:
+    environ = Settings.from_environ({"GLM53_EXPERT_GB": "100", "GLM53_MAXT": "64"})
+    loaded = load(directory, environ, slots=1, specials_stop=False, backend="cpu", expert_slots=5)
+    assert loaded.experts is not None
+    assert loaded.experts.keep + loaded.experts.transit in (15, 16)
+    close(loaded)
+
+
+@pytest.mark.parametrize("n", [1, 7, 40])
+def test_a_disk_error_costs_one_turn(directory: Path, tmp_path: Path, wanted: list[tuple[bytes, float]], n: int) -> None:
+    """ERROR IO with the tensor's name; the daemon lives and the next answer is right."""
+    served = Served(load_share(directory, 0.1, GLM53_FAULT=f"read:{n}"), tmp_path / "usage")
+    errors = []
+    try:
+        for _ in range(6):
+            turn = served.wait(served.submit(PROMPT, 0, WORDS))
+            if turn.outcome == "DONE":
+                assert served.said(turn) == wanted
+            else:
+                errors.append(turn.outcome)
+                break
+        assert len(errors) == 1 and re.fullmatch(r"IO model\.language_model\.layers\.\d\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight", errors[0])
+        assert answer(served) == wanted
+    finally:
+        assert served.close() == 0
+        close(served.loaded)
+
+
+def test_a_file_that_shrinks_while_serving(directory: Path, tmp_path: Path, wanted: list[tuple[bytes, float]]) -> None:
+    """Nothing is mapped, so there is no bus error: experts beyond the new end fail with their name, dense weights are in memory."""
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    served = Served(load_share(copy, 0.1), tmp_path / "usage")
+    try:
+        assert answer(served) == wanted
+        for path in copy.glob("*.safetensors"):
+            os.truncate(path, 4096)
+        turn = served.wait(served.submit(b"another prompt, long enough to need most of them", 0, 2))
+        assert turn.outcome.startswith("IO model.language_model.layers.")
+        for path in directory.glob("*.safetensors"):
+            with path.open("rb") as good, (copy / path.name).open("r+b") as file:
+                shutil.copyfileobj(good, file)
+        assert answer(served) == wanted
+    finally:
+        assert served.close() == 0
+        close(served.loaded)
+
+
+def test_a_cancel_does_not_wait_for_the_queue_of_reads(served: Served, wanted: list[tuple[bytes, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ExpertFiles.fetch
+    reading = threading.Event()
+
+    def slow(self: ExpertFiles, *arguments: object) -> None:
+        reading.set()
+        time.sleep(1.0)
+        original(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ExpertFiles, "fetch", slow)
+    turn = served.submit(b"a prompt whose chunk takes very many slow reads", 1)
+    assert reading.wait(10)
+    began = time.monotonic()
+    served.cancel(turn)
+    served.wait(turn)
+    assert turn.outcome == "CANCELLED" and served.halted() == 1
+    assert time.monotonic() - began < 0.8
+    monkeypatch.undo()
+    assert answer(served) == wanted
+
+
+def test_mirrors_answer_alike(directory: Path, tmp_path: Path, wanted: list[tuple[bytes, float]]) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    served = Served(load_share(directory, 0.1, COLI_MODEL_MIRROR=str(copy)), tmp_path / "usage")
+    try:
+        assert answer(served) == wanted
+        for path in copy.glob("*.safetensors"):
+            os.truncate(path, 4096)
+        assert answer(served, slot=1) == wanted
+    finally:
+        assert served.close() == 0
+        close(served.loaded)
+
+
+def test_a_missing_mirror_ends_the_start_with_one_line(directory: Path) -> None:
+    with pytest.raises(LoadError) as failure:
+        load_share(directory, 0.1, COLI_MODEL_MIRROR="/nowhere/at/all")
+    assert failure.value.kind == "io" and "/nowhere/at/all" in str(failure.value)
+
+
+def test_usage_history_warms_the_cache(directory: Path, tmp_path: Path) -> None:
+    usage = tmp_path / "usage"
+    served = Served(load_share(directory, 0.25), usage)
+    for number in range(3):
+        answer(served, PROMPT + str(number).encode())
+    served.close()
+    close(served.loaded)
+    again = Served(load_share(directory, 0.25), usage)
+    store = again.loaded.experts
+    assert store is not None
+    store.wait_warm()
+    assert int((again.loaded.engine.tiers() == 1).sum()) >= 10
+    warm = store.reads
+    answer(again, PROMPT)
+    assert again.loaded.engine.hit_rate() > 20
+    assert warm >= 10
+    again.close()
+    close(again.loaded)
