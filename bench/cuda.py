@@ -48,6 +48,7 @@ class Bed:
         for slot in range(slots):
             self.layers.open_slot(slot, capacity)
         self.head: CudaHead = make_head(self.layers)
+        self.layers.warm_up()
         self.device.synchronize()
         say(f"{config.num_layers} layers, {config.n_routed_experts} experts, dense {dense}, experts {expert}: drawn in {time.perf_counter() - start:.1f} s")
         start = time.perf_counter()
@@ -140,6 +141,7 @@ def bench_decode(bed: Bed, context: int) -> None:
             head = stored_bytes(bed.model.head) if bed.model.head else 0
             rest = np.median(step) - head / bed.copy / 1e3
             say(f"  extrapolated (not measured) to 45 layers: {1e6 / (rest * full + head / bed.copy / 1e3):.0f} tok/s")
+    bed.decoder.upload(1, [(RowPlan(0, 17, context + 200, 100, 100), 1 << 20)])
     table("one decode step, kernel by kernel (launched plainly)", bed.device.profile(lambda: bed.decoder._step(1)))
 
 
@@ -181,6 +183,57 @@ def bench_prefill(bed: Bed, rows: int) -> None:
         bed.layers.pipeline.layers(rows, arrays, 1)
 
     table("one chunk, kernel by kernel", bed.device.profile(go))
+
+
+def bench_check(bed: Bed) -> None:
+    """The last logits after a prompt of 256 tokens: all rows at once (bf16) against 16 at a time (bf16 pairs)."""
+    ids = np.random.default_rng(5).integers(0, bed.config.vocab_size, 256)
+    results = []
+    for size in (256, 16):
+        bed.layers.reset_slot(0)
+        for start in range(0, 256, size):
+            bed.layers.forward_ids(ids[start : start + size], Batch((Span(0, start, size),)), never)
+        results.append(bed.head.device_logits(1, size - 1)[0])
+    error = np.abs(results[0] - results[1]).max() / np.abs(results[1]).max()
+    say(f"last row's logits after 256 tokens, one bf16 chunk against chunks of 16 on bf16 pairs: largest difference / largest logit {error:.2e}")
+
+
+def bench_probe(bed: Bed) -> None:
+    """What the gap between two graphs depends on: bodies of no kernel, of many small ones, of many with large parameters."""
+    import ctypes
+
+    device, decoder = bed.device, bed.decoder
+    plain = bed.layers.scratch.plain
+    e = bed.config.n_routed_experts
+
+    def record(body):  # type: ignore[no-untyped-def]
+        def step() -> None:
+            device.launch("step_begin", (4,), 256, [decoder._shared, plain["counts"], 16, decoder._clocks])
+            body()
+            device.launch("commit", (1,), 32, [decoder._control, decoder._shared, decoder._ring, 1024, decoder._clocks, decoder._chosen, 1])
+
+        return device.record(step)
+
+    def small() -> None:
+        for _ in range(100):
+            device.launch("moe_list", (8,), 256, [plain["ids"], 8, plain["counts"], e, 16, plain["list"], plain["groups"]])
+
+    def pause() -> None:
+        device.launch("busy", (1,), 32, [ctypes.c_uint64(300_000)])
+
+    def head() -> None:
+        bed.layers.pipeline.logits(1, decoder.logits_room)
+
+    for name, body in (("busy kernel", pause), ("100 small kernels", small), ("busy + small", lambda: (pause(), small())), ("head", head), ("10 heads", lambda: [head() for _ in range(10)])):
+        for overlap in (True, False):
+            device.overlap = overlap
+            graph = record(body)
+            for _ in range(60):
+                graph.launch()
+            device.synchronize()
+            gap, step = bed.gaps(50)
+            say(f"probe, {name}, overlap {overlap}: gap {percentiles(gap)} us, step {np.median(step):.1f} us")
+    device.overlap = True
 
 
 def bench_gaps(bed: Bed, position: int, name: str) -> None:
@@ -257,6 +310,10 @@ def main() -> None:
             bench_decode(bed, options.context)
         elif section == "prefill":
             bench_prefill(bed, options.rows)
+        elif section == "check":
+            bench_check(bed)
+        elif section == "probe":
+            bench_probe(bed)
         elif section == "gaps":
             bench_gaps(bed, 64, "real width")
         elif section == "cancel":

@@ -83,6 +83,10 @@ class BenchDevice(CupyDevice):
         handle = cp.cuda.device.get_cublas_handle()
 
         def go() -> None:
+            with self.stream:
+                multiply()
+
+        def multiply() -> None:
             cublas.setStream(handle, self.stream.ptr)
             cublas.gemmEx(handle, 1, 0, n, n, n, one.ctypes.data, a.data.ptr, 14, n, b.data.ptr, 14, n, zero.ctypes.data, c.data.ptr, 14, n, 68, -1)
 

@@ -26,6 +26,7 @@ from glm53serve.engine.launch_ahead import RowPlan  # noqa: E402
 from glm53serve.engine.sampling import Sampling, nucleus, uniform  # noqa: E402
 from glm53serve.engine.seam import Batch, Halted, Span, never  # noqa: E402
 from glm53serve.model.checkpoint import open_checkpoint  # noqa: E402
+from glm53serve.model.config import DENSE, DSA, FULL, KDA, SPARSE  # noqa: E402
 from glm53serve.model.quant import dequantise  # noqa: E402
 
 pytestmark = pytest.mark.skipif(compiler() is None or sys.platform != "linux", reason="needs a C++ compiler on Linux to build the emulated kernels")
@@ -82,6 +83,24 @@ def test_every_weight_format_against_the_reference(fmt: str) -> None:
     reference = model.reference(np.float64)
     expected = reference.forward(ids, reference.new_state())
     assert np.abs(logits_in_pieces(backend, 0, ids, [30, 10]) - expected).max() <= 5e-4 * np.abs(expected).max()
+
+
+WIDE = {"qk_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64, "q_lora_rank": 64, "hidden_size": 96, "kda_head_dim": 32}
+"""Sizes the prompt kernels of wide models take."""
+
+
+@pytest.mark.parametrize(("fmt", "expert"), [("bf16", "int4"), ("int8", "fp8")])
+def test_prompts_of_wide_models_agree_to_the_precision_of_bf16(fmt: str, expert: str) -> None:
+    kinds = {"num_layers": 2, "layer_kinds": (KDA, DSA), "mlp_kinds": (DENSE, SPARSE), "indexer_kinds": (FULL, FULL)}
+    model = tiny_model(seed=3, weight_format=fmt, expert_format=expert, **WIDE, **kinds)  # type: ignore[arg-type]
+    backend = backend_of(model, emulated, exact=False)
+    ids = random_ids(model.config, 60)
+    reference = model.reference(np.float64)
+    expected = reference.forward(ids, reference.new_state())
+    got = logits_in_pieces(backend, 0, ids, [57, 3])
+    error = np.abs(got - expected).max(axis=1) / np.abs(expected).max()
+    assert np.median(error) <= 1e-2 and error[:10].max() <= 2e-2
+    assert error[:57].max() > 1e-4, "the prompt ran on bf16 pairs"
 
 
 @pytest.mark.parametrize("name", ["grouped-bf16", "ragged-fp8", "container-int4"])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from glm53serve.cuda.decode import Decoder, LoopingDecoder
 from glm53serve.cuda.layers import CudaHead, CudaLayers, make_head
-from glm53serve.cuda.model import DeviceModel, Uploader, defines, formats_of
+from glm53serve.cuda.model import DeviceModel, Uploader, defines, formats_of, is_exact
 from glm53serve.cuda.runtime import Device
 from glm53serve.model.config import ModelConfig
 from glm53serve.model.weights import F32Array, FfnWeights, LayerWeights, Matrix
@@ -84,20 +84,22 @@ def load_backend(
     note: Note = lambda _line: None,
     make_device: MakeDevice = cupy_device,
     looping: bool = False,
+    exact: bool | None = None,
 ) -> CudaBackend:
     """Load a whole model: `slots` slots of `capacity` positions, prompt passes of up to `chunk` rows.
 
     vram_bytes: device memory it may take, 0 = what is free; routed experts that do not fit stay in pinned host memory, the least used (`heat`) first.
-    `looping`: decode by device loops. Raises CudaUnavailable, MemoryError (when less than the experts does not fit), ValueError (unsupported sizes).
+    `looping`: decode by device loops. `exact`: whether prompts run on bf16 pairs (see `is_exact`, the default). Raises CudaUnavailable, MemoryError (when less than the experts does not fit), ValueError (unsupported sizes).
     """
     c = weights.config
-    device = make_device(defines(c, formats_of(c, weights.layer, weights, bits, (weights.lm_head(),))))
+    exact = is_exact(c) if exact is None else exact
+    device = make_device(defines(c, formats_of(c, weights.layer, weights, bits, (weights.lm_head(),)), exact))
     try:
         free = device.free_bytes()
         uploader = Uploader(device, c, bits)
         model = DeviceModel(c, [uploader.layer(weights.layer(i), weights) for i in range(c.num_layers)])
         uploader.ends(model, weights.embedding(), weights.final_norm(), weights.lm_head())
-        layers = CudaLayers(device, model, slots, capacity, chunk, exact=bool(defines(c, set())["EXACT"]))
+        layers = CudaLayers(device, model, slots, capacity, chunk, exact)
         for slot in range(slots):
             layers.open_slot(slot, capacity)
         head = make_head(layers)
@@ -107,6 +109,7 @@ def load_backend(
         if vram_bytes and allowed < used:
             raise MemoryError(f"all but the routed experts takes {used / 1e9:.1f} GB of the device, allowed are {allowed / 1e9:.1f}")
         uploader.place_experts(model.layers, weights, max(0, spare), heat)
+        layers.warm_up()
         decoder = (LoopingDecoder if looping else Decoder)(layers, note, loops=looping)
         return CudaBackend(device, layers, head, decoder)
     except BaseException:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,6 +96,9 @@ class CupyFence:
 class CupyDevice:
     """GPU number `index` with the kernels compiled for `defines` and loaded. Raises CudaUnavailable. See `Device`."""
 
+    overlap = True
+    """Recorded launches overlap their beginnings (programmatic dependent launch)."""
+
     def __init__(self, defines: Mapping[str, int], index: int = 0, extra_sources: Mapping[str, str] | None = None) -> None:
         self.cupy, self.driver = _modules()
         try:
@@ -108,31 +114,57 @@ class CupyDevice:
             found = f"{properties['major']}.{properties['minor']}"
             raise CudaUnavailable(f"{properties['name'].decode()}: compute capability 9.0 or later is needed, this is {found}")
         self.name = properties["name"].decode()
+        self.major, self.minor = int(properties["major"]), int(properties["minor"])
+        self.runtime.free(0)  # the context, before the driver API is used
         self.stream = self.cupy.cuda.Stream(non_blocking=True)
         self._stream = self.driver.CUstream(self.stream.ptr)
         self._memory: list[Any] = []
         self._hosts: list[int] = []
         self._functions: dict[str, Any] = {}
+        self._dependent = False
         self._pool = self.cupy.cuda.MemoryPool()
         self._load(defines, extra_sources or {})
 
     def _load(self, defines: Mapping[str, int], extra: Mapping[str, str]) -> None:
-        texts = [(kernel_source(name), {**defines, **own}) for name, own in MODULES] + [(text, dict(defines)) for text in extra.values()]
-        self._raw = [self.cupy.RawModule(code=text, backend="nvrtc", options=_options(sizes)) for text, sizes in texts]
-
-        def compile_one(raw: Any) -> None:
-            raw.compile()
-
-        with ThreadPoolExecutor(len(self._raw)) as pool:
-            list(pool.map(compile_one, self._raw))
-        for raw, (text, sizes) in zip(self._raw, texts, strict=True):
+        texts = [(name, kernel_source(name), {**defines, **own}) for name, own in MODULES] + [(name, text, dict(defines)) for name, text in extra.items()]
+        with ThreadPoolExecutor(len(texts)) as pool:
+            cubins = list(pool.map(lambda item: self._compiled(*item), texts))
+        attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        static = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        self._modules = [_checked(self.driver.cuModuleLoadData(cubin)) for cubin in cubins]
+        for module, (_, text, sizes) in zip(self._modules, texts, strict=True):
             for kernel in kernel_names(text):
                 if "ONLY" in sizes and kernel != f"gemv_{sizes['ONLY']}":
                     continue
-                function = raw.get_function(kernel)
-                self._functions[kernel] = self.driver.CUfunction(function.kernel.ptr)
-                attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                _checked(self.driver.cuFuncSetAttribute(self._functions[kernel], attribute, MAX_DYNAMIC_SHARED - function.shared_size_bytes))
+                function = _checked(self.driver.cuModuleGetFunction(module, kernel.encode()))
+                used = _checked(self.driver.cuFuncGetAttribute(static, function))
+                _checked(self.driver.cuFuncSetAttribute(function, attribute, MAX_DYNAMIC_SHARED - used))
+                self._functions[kernel] = function
+
+    def _compiled(self, name: str, text: str, sizes: Mapping[str, int]) -> bytes:
+        """Machine code of a source, from the user's cache when it was compiled before."""
+        from cuda.bindings import nvrtc
+
+        options = [b"--gpu-architecture=sm_90a" if self.major == 9 else f"--gpu-architecture=sm_{self.major}{self.minor}".encode(), b"-std=c++17"]
+        options += [f"-D{key}={value}".encode() for key, value in sorted(sizes.items())]
+        version = str(nvrtc.nvrtcVersion()).encode()
+        digest = hashlib.sha256(b"\0".join([text.encode(), version, *options])).hexdigest()
+        stored = Path.home() / ".cache" / "glm53serve" / "cuda" / f"{name}-{digest[:32]}.cubin"
+        if stored.exists():
+            return stored.read_bytes()
+        program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), 0, [], []))
+        failed = int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0])
+        if failed:
+            log = b" " * int(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CudaUnavailable(f"kernels {name}: {log.decode(errors='replace')[:2000]}")
+        cubin = b" " * int(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        made = stored.with_suffix(f".{os.getpid()}.tmp")
+        made.write_bytes(cubin)
+        made.replace(stored)
+        return cubin
 
     def alloc(self, nbytes: int) -> Buffer:
         """Zeroed device memory."""
@@ -178,20 +210,39 @@ class CupyDevice:
         """Enqueue a kernel."""
         array, keep = pack_arguments(arguments)
         x, y, z = (*grid, 1, 1)[:3]
-        error = self.driver.cuLaunchKernel(self._functions[kernel], x, y, z, threads, 1, 1, shared, self._stream, ctypes.addressof(array), 0)[0]
+        if self._dependent:
+            error = self.driver.cuLaunchKernelEx(self._dependent_launch(x, y, z, threads, shared), self._functions[kernel], ctypes.addressof(array), 0)[0]
+        else:
+            error = self.driver.cuLaunchKernel(self._functions[kernel], x, y, z, threads, 1, 1, shared, self._stream, ctypes.addressof(array), 0)[0]
         del keep
         if int(error) != 0:
             raise RuntimeError(f"launching {kernel}: {error}")
 
+    def _dependent_launch(self, x: int, y: int, z: int, threads: int, shared: int) -> Any:
+        """A launch that may start before the kernel ahead of it has ended (kernels wait by themselves, see common.cuh)."""
+        d = self.driver
+        config = d.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared, self._stream
+        attribute = d.CUlaunchAttribute()
+        attribute.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+        return config
+
     def record(self, body: Callable[[], None]) -> CupyGraph:
-        """Capture the launches of `body`."""
+        """Capture the launches of `body`, each allowed to start while the one before it ends."""
         with self.stream:
             self.stream.begin_capture()
+            self._dependent = self.overlap
             try:
                 body()
             except BaseException:
                 self._abandon_capture()
                 raise
+            finally:
+                self._dependent = False
             graph = self.stream.end_capture()
         return CupyGraph(graph, self.stream)
 
@@ -255,7 +306,3 @@ class CupyDevice:
         for address in self._hosts:
             self.runtime.freeHost(address)
         self._hosts.clear()
-
-
-def _options(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    return ("-std=c++17", *(f"-D{key}={value}" for key, value in sorted(sizes.items())))

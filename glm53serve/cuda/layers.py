@@ -15,7 +15,7 @@ from glm53serve.cuda.pipeline import Pipeline, RowArrays
 from glm53serve.cuda.runtime import MAX_ROWS, Buffer, Device, Fence, Pointer
 from glm53serve.cuda.scratch import Scratch
 from glm53serve.cuda.state import SlotStates
-from glm53serve.engine.seam import Batch, Halt, Halted, Meter, Span
+from glm53serve.engine.seam import Batch, Halt, Halted, Meter, Span, never
 
 F32Array = NDArray[np.float32]
 SEGMENTS_AHEAD = 1
@@ -69,7 +69,7 @@ class CudaLayers:
         self.layers = range(model.layers[0].index, model.layers[-1].index + 1)
         self.meter = Meter()
         self.rows = max(rows, MAX_ROWS)
-        self.states = SlotStates(device, c, self.layers, slots)
+        self.states = SlotStates(device, c, self.layers, slots, narrow=not exact)
         self.scratch = Scratch(device, c, self.rows, capacity // c.index_kpool + 1, head_width(c))
         self._mixtures = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoeOnDevice)]
         self.uses = device.alloc(max(4, 4 * slots * len(self._mixtures) * c.n_routed_experts))
@@ -112,6 +112,15 @@ class CudaLayers:
         self.device.upload(self.states.of(slot), copy)
 
     # -- passes
+
+    def warm_up(self) -> None:
+        """Run a short and a long pass in slot 0 and empty it: every kernel is loaded before the first turn."""
+        for count in (1, min(self.rows, self.states.capacity[0], MAX_ROWS + 1)):
+            self.forward_ids(np.zeros(count, np.int64), Batch((Span(0, 0, count),)), never)
+        self.reset_slot(0)
+        for slot in range(self.slots):
+            self.clear_uses(slot)
+        self.meter = Meter()
 
     def forward(self, streams: F32Array, batch: Batch, halt: Halt) -> F32Array:
         """Run all layers over streams [rows, hc_mult, H] (see `Layers.forward`)."""

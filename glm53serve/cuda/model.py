@@ -148,7 +148,7 @@ def check_supported(config: ModelConfig) -> None:
     """Raise ValueError naming the first size the kernels cannot take."""
     limits = (
         ("hc_mult", config.hc_mult, 1 <= config.hc_mult <= 4, "1 to 4"),
-        ("linear_head_dim", config.kda_head_dim, config.kda_head_dim <= 256, "at most 256"),
+        ("linear_head_dim", config.kda_head_dim, config.kda_head_dim % 4 == 0 and config.kda_head_dim <= 256, "a multiple of 4, at most 256"),
         ("kv_lora_rank", config.kv_lora_rank, config.kv_lora_rank <= 512, "at most 512"),
         ("index_head_dim", config.index_head_dim, config.index_head_dim % 4 == 0 and config.index_head_dim <= 256, "a multiple of 4, at most 256"),
         ("num_experts_per_tok", config.num_experts_per_tok, config.num_experts_per_tok <= 32, "at most 32"),
@@ -159,8 +159,14 @@ def check_supported(config: ModelConfig) -> None:
             raise ValueError(f"{name}={value}: the CUDA backend takes {allowed}")
 
 
-def defines(config: ModelConfig, formats: set[str]) -> dict[str, int]:
-    """Compile-time sizes of the kernels for a model (the list at the top of kernels/common.cuh)."""
+def is_exact(config: ModelConfig) -> bool:
+    """Prompts run on bf16 pairs: narrow models, and those whose sizes the wide kernels do not take."""
+    odd = head_width(config) % 32 or config.kv_lora_rank % 8
+    return config.hidden_size < EXACT_BELOW or (DSA in config.layer_kinds and bool(odd))
+
+
+def defines(config: ModelConfig, formats: set[str], exact: bool | None = None) -> dict[str, int]:
+    """Compile-time sizes of the kernels for a model (the list at the top of kernels/common.cuh). `exact`: see `is_exact`, which is the default."""
     check_supported(config)
     has_kda, has_dsa = KDA in config.layer_kinds, DSA in config.layer_kinds
     return {
@@ -171,7 +177,7 @@ def defines(config: ModelConfig, formats: set[str]) -> dict[str, int]:
         "HEADS": config.num_heads if has_dsa else 16,
         "MAX_ROWS": MAX_ROWS,
         "FORMATS": sum(1 << FORMAT_CODES[f] for f in formats | {"bf16"}),
-        "EXACT": int(config.hidden_size < EXACT_BELOW),
+        "EXACT": int(is_exact(config) if exact is None else exact),
     }
 
 

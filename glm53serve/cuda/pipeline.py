@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from glm53serve.cuda.model import DeviceLayer, DeviceModel, DsaOnDevice, FfnOnDevice, KdaOnDevice, MoeOnDevice, Site, head_width
 from glm53serve.cuda.products import MAP_PAIR, MAP_SORTED, MAP_TOKEN, ExpertGroups, product, run_products, skinny_columns
 from glm53serve.cuda.runtime import MAX_ROWS, Buffer, Device, Job, Pointer, Returned
-from glm53serve.cuda.scratch import DECODE_SPLIT, Scratch
+from glm53serve.cuda.scratch import DECODE_SPLIT, Scratch, SplitRows
 from glm53serve.cuda.state import SlotStates
 from glm53serve.model.config import FULL
 
@@ -45,6 +45,7 @@ class Pipeline:
         self.config = model.config
         self.exact = exact
         self.token_tile = 64 if exact else 128
+        self._low = True
         self.sparse_held = [layer.index for layer in model.layers if isinstance(layer.ffn, MoeOnDevice)]
         self.use_stride = max(1, len(self.sparse_held)) * self.config.n_routed_experts
 
@@ -52,6 +53,7 @@ class Pipeline:
 
     def layers(self, rows: int, at: RowArrays, spans: int, border: Border = no_border) -> None:
         """All layers over the streams of `rows` rows, the last half's result mixed in. Expert counts must be zero (`zero_counts`)."""
+        self._low = self.exact or rows <= MAX_ROWS
         pending: Returned | None = None
         for layer in self.model.layers:
             border(layer.index)
@@ -74,17 +76,26 @@ class Pipeline:
         """Streams of token ids (device int32 [rows])."""
         assert self.model.embedding is not None
         arguments = [self.scratch.plain["streams"], ids, self.model.embedding, self.model.embedding_kind, self.config.hidden_size]
-        self.device.launch("embed", (rows,), 256, arguments)
+        self.device.launch("embed", (rows, -(-self.config.hidden_size // 512)), 512, arguments)
 
     def logits(self, rows: int, logits: Buffer, which: Pointer | None = None) -> None:
         """Logits float32 [rows][V] of the streams of rows 0.. (or of the rows listed at `which`)."""
         assert self.model.head is not None and self.model.final_norm is not None
         c, x = self.config, self.scratch.split["x"]
         arguments = [self.scratch.plain["streams"], which, c.hidden_size, self.model.final_norm, c.rms_norm_eps, x.high, x.low, x.ld]
-        self.device.launch("final_norm", (rows,), 256, arguments)
+        self.device.launch("final_norm", (rows,), 1024, arguments, 4 * c.hidden_size)
         self._products(rows, [product(self.model.head, x, logits, c.vocab_size)])
 
     # -- pieces
+
+    def _lower(self, rows: SplitRows) -> Buffer | None:
+        """The low parts, where the products of this pass read them (else only high parts are stored, in product order)."""
+        return rows.low if self._low else None
+
+    def _split(self, name: str) -> SplitRows:
+        """Activations to write."""
+        rows = self.scratch.split[name]
+        return rows if self._low else replace(rows, low=None)
 
     def _products(self, rows: int, jobs: list[Job], experts: ExpertGroups | None = None) -> None:
         run_products(self.device, rows, jobs, self.token_tile, experts)
@@ -95,9 +106,9 @@ class Pipeline:
         x = s.split["x"]
         arguments = [
             s.plain["streams"], c.hidden_size, s.chunks, s.plain["partial"], site.base, site.scale, site.norm, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters,
-            s.plain["coefficients"], x.high, x.low, x.ld,
+            s.plain["coefficients"], x.high, self._lower(x), x.ld,
         ]  # fmt: skip
-        self.device.launch("site_close", (rows,), 288, arguments, 4 * c.hidden_size)
+        self.device.launch("site_close", (rows,), 1024, arguments, 4 * c.hidden_size)
 
     def _open_site(self, rows: int, fn: Buffer | None, pending: Returned | None) -> None:
         s = self.scratch
@@ -112,8 +123,8 @@ class Pipeline:
         plain, x = s.plain, s.split["x"]
         jobs = [product(m, x, plain["raw"].at(4 * i * p), 3 * p) for i, m in enumerate(w.projections)]
         jobs += [
-            product(w.f_a, x, split=s.split["f_a"]),
-            product(w.g_a, x, split=s.split["g_a"]),
+            product(w.f_a, x, split=self._split("f_a")),
+            product(w.g_a, x, split=self._split("g_a")),
             product(w.beta, x, plain["beta_raw"], heads),
         ]
         self._products(rows, jobs)
@@ -132,7 +143,7 @@ class Pipeline:
              ctypes.c_int64(st.s_at[index]), window, plain["o"]],
         )  # fmt: skip
         a = s.split["a"]
-        self.device.launch("kda_finish", (heads, rows), threads, [plain["o"], plain["gate"], w.norm, c.rms_norm_eps, a.high, a.low, a.ld])
+        self.device.launch("kda_finish", (heads, rows), threads, [plain["o"], plain["gate"], w.norm, c.rms_norm_eps, a.high, self._lower(a), a.ld])
         self._products(rows, [product(w.out, a, plain["y"], c.hidden_size)])
         return Returned(y=plain["y"].address)
 
@@ -151,11 +162,10 @@ class Pipeline:
         rows_table = st.rows_table(index)
         self.device.launch(
             "dsa_prepare", (rows,), 256,
-            [plain["q_latent"], c.q_lora_rank, w.q_norm, qr.high, qr.low, qr.ld, plain["kv"], c.kv_lora_rank, w.kv_norm, c.rms_norm_eps,
-             plain["key"] if own else None, di, own.norm if own else None, own.bias if own else None, at.slot, at.position, at.live, rows_table],
+            [plain["q_latent"], c.q_lora_rank, w.q_norm, qr.high, self._lower(qr), qr.ld, plain["kv"], c.kv_lora_rank, w.kv_norm, c.rms_norm_eps,
+             plain["key"] if own else None, di, own.norm if own else None, own.bias if own else None, at.slot, at.position, at.live, rows_table, st.narrow_table(index)],
         )  # fmt: skip
-        heads_q = s.split["heads_q"]
-        jobs = [product(w.q_b, qr, split=heads_q)]
+        jobs = [product(w.q_b, qr, split=self._split("heads_q"))]
         if own:
             jobs.append(product(own.query, qr, plain["index_query"], c.index_n_heads * di))
             tail = ctypes.c_int64(st.tail_at[index])
@@ -170,7 +180,7 @@ class Pipeline:
         for first in range(0, rows, s.group):
             if first:
                 border(index)
-            self._attend(min(s.group, rows - first), first, rows, w, at, rows_table)
+            self._attend(min(s.group, rows - first), first, rows, w, at, rows_table if self._low else st.narrow_table(index))
         self._products(rows, [product(w.out, s.split["heads_o"], plain["y"], c.hidden_size)])
         return Returned(y=plain["y"].address)
 
@@ -194,7 +204,7 @@ class Pipeline:
             arguments = [plain["scores"], lds, c.index_kpool, keep, first, at.position, at.live, plain["selected"], s.selection, plain["selected_count"]]
             self.device.launch("dsa_select", (here,), 256, arguments)
 
-    def _attend(self, here: int, first: int, rows: int, w: DsaOnDevice, at: RowArrays, rows_table: Pointer) -> None:
+    def _attend(self, here: int, first: int, rows: int, w: DsaOnDevice, at: RowArrays, rows_table: Pointer | None) -> None:
         c, s = self.config, self.scratch
         plain, absorbed, attended, heads_q = s.plain, s.split["absorbed"], s.split["attended"], s.split["heads_q"]
         few = rows <= MAX_ROWS
@@ -204,18 +214,18 @@ class Pipeline:
         head_tiles = 4 if c.num_heads > 32 else 2 if c.num_heads > 16 else 1
         splits, per_split = (s.splits, DECODE_SPLIT) if few else (1, s.selection)
         latent, parts, heads = -(-c.kv_lora_rank // 64) * 64, 2 if exact else 1, head_tiles * 16
-        shared = 2 * parts * ((heads + 32) * (latent + 8) + heads * 40) + 4 * heads * 36
+        shared = 2 * (parts * heads * (latent + 48) + 64 * (latent + 8)) + 4 * heads * 36
         self.device.launch(
             "attend_exact" if exact else "attend_fast", (splits, here, -(-c.num_heads // heads)), 256,
             [absorbed.high, absorbed.low, ld, c.qk_head_dim**-0.5, at.slot, rows_table, c.kv_lora_rank, plain["selected"], s.selection, plain["selected_count"], first,
-             per_split, attended.high, attended.low, ld, plain["splits"] if few else None],
+             per_split, attended.high, self._lower(attended), ld, plain["splits"] if few else None],
             shared,
         )  # fmt: skip
         if few:
             arguments = [plain["splits"], splits, per_split, plain["selected_count"], first, c.kv_lora_rank, attended.high, attended.low, ld]
             self.device.launch("attend_join", (c.num_heads, here), 128, arguments)
         job = product(
-            w.value, attended, split=s.split["heads_o"], x_stride=ld, y_stride=c.v_head_dim, split_at=first, ldx=c.num_heads * ld
+            w.value, attended, split=self._split("heads_o"), x_stride=ld, y_stride=c.v_head_dim, split_at=first, ldx=c.num_heads * ld
         )
         self._products_for(here, rows, [job])
 
@@ -231,7 +241,7 @@ class Pipeline:
         plain, x = s.plain, s.split["x"]
         if isinstance(layer.ffn, FfnOnDevice):
             h = s.split["dense_h"]
-            self._products(rows, [product(layer.ffn.gate_up, x, split=h, swiglu=c.swiglu_limit)])
+            self._products(rows, [product(layer.ffn.gate_up, x, split=self._split("dense_h"), swiglu=c.swiglu_limit)])
             self._products(rows, [product(layer.ffn.down, h, plain["y"], c.hidden_size)])
             return Returned(y=plain["y"].address)
         return self._moe(rows, layer.index, layer.ffn, at)
@@ -242,7 +252,7 @@ class Pipeline:
         held = self.sparse_held.index(index)
         jobs = [product(w.router, x, plain["router"], e)]
         if w.shared:
-            jobs.append(product(w.shared.gate_up, x, split=s.split["shared_h"], swiglu=c.swiglu_limit))
+            jobs.append(product(w.shared.gate_up, x, split=self._split("shared_h"), swiglu=c.swiglu_limit))
         self._products(rows, jobs)
         counts = plain["counts"].at(4 * held * e)
         self.device.launch(
@@ -257,7 +267,7 @@ class Pipeline:
         self.device.launch("moe_list", (e,), 256, [plain["ids"], rows * k, counts, e, tile, plain["list"], plain["groups"]])
         experts = ExpertGroups(plain["list"], plain["groups"], k, most)
         h = s.split["expert_h"]
-        self._products(rows, [product(w.gate_up, x, split=h, swiglu=c.swiglu_limit, table=w.table, which=0, x_map=MAP_TOKEN, y_map=MAP_SORTED)], experts)
+        self._products(rows, [product(w.gate_up, x, split=self._split("expert_h"), swiglu=c.swiglu_limit, table=w.table, which=0, x_map=MAP_TOKEN, y_map=MAP_SORTED)], experts)
         jobs = [product(w.down, h, plain["pair_y"], c.hidden_size, table=w.table, which=1, x_map=MAP_SORTED, y_map=MAP_PAIR)]
         if w.shared:
             jobs.append(product(w.shared.down, s.split["shared_h"], plain["y"], c.hidden_size))

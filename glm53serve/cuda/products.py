@@ -10,9 +10,8 @@ from glm53serve.cuda.scratch import SplitRows
 
 OUT_F32, OUT_SPLIT, OUT_SWIGLU = 0, 1, 2
 MAP_SAME, MAP_TOKEN, MAP_SORTED, MAP_PAIR = 0, 1, 2, 3
-GEMV_TILES = 2
 GEMM_TILES = 16
-GEMM_SHARED = 65536
+GEMM_SHARED = 65536 + 1024
 
 
 @dataclass(slots=True)
@@ -52,10 +51,12 @@ def product(
     job.table = table.address if table else 0
     job.which = which
     job.ldx = ldx or x.ld
-    job.x_high, job.x_low = x.high.at(2 * x_at * job.ldx), x.low.at(2 * x_at * job.ldx)
+    job.x_high = x.high.at(2 * x_at * job.ldx)
+    job.x_low = x.low.at(2 * x_at * job.ldx) if x.low else 0
     if split is not None:
         job.ldy = ldy or split.ld
-        job.y_high, job.y_low = split.high.at(2 * split_at * job.ldy), split.low.at(2 * split_at * job.ldy)
+        job.y_high = split.high.at(2 * split_at * job.ldy)
+        job.y_low = split.low.at(2 * split_at * job.ldy) if split.low else 0
         job.out = OUT_SPLIT if swiglu is None else OUT_SWIGLU
         job.limit = swiglu or 0.0
     else:
@@ -85,7 +86,8 @@ def run_products(device: Device, rows: int, jobs: list[Job], token_tile: int, ex
         by_expert = bool(job.table) and experts is not None
         if skinny:
             groups = experts.most if by_expert and experts else job.groups
-            blocks += groups * -(-job.tiles // (8 // job.slices * GEMV_TILES))
+            tiles_a_warp = 1 if skinny_columns(rows) == 4 else 2
+            blocks += groups * -(-job.tiles // (8 // job.slices * tiles_a_warp))
         else:
             job.token_tiles = experts.most if by_expert and experts else -(-rows // token_tile)
             blocks += job.token_tiles * -(-job.tiles // GEMM_TILES) * (1 if by_expert else job.groups)

@@ -20,12 +20,12 @@ def padded(width: int) -> int:
     return -(-width // COLUMN_PAD) * COLUMN_PAD
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SplitRows:
-    """Activations as bf16 pairs: high and low [rows][ld], zero beyond the width."""
+    """Activations as bf16 pairs: high and low [rows][ld], zero beyond the width; without low, high parts in product order (see common.cuh)."""
 
     high: Buffer
-    low: Buffer
+    low: Buffer | None
     ld: int
 
 

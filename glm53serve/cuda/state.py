@@ -14,8 +14,8 @@ class SlotStates:
     For DSA layer number i of those held, `rows_table(i)` and `pools_table(i)` are device arrays of row addresses, one a slot.
     """
 
-    def __init__(self, device: Device, config: ModelConfig, layers: range, slots: int) -> None:
-        self.device, self.config, self.slots = device, config, slots
+    def __init__(self, device: Device, config: ModelConfig, layers: range, slots: int, narrow: bool) -> None:
+        self.device, self.config, self.slots, self.narrow = device, config, slots, narrow
         self.s_at: dict[int, int] = {}
         self.window_at: dict[int, int] = {}
         self.tail_at: dict[int, int] = {}
@@ -35,7 +35,7 @@ class SlotStates:
         self.block = device.alloc(4 * self.stride * slots)
         self.saved = device.alloc(4 * self.stride)
         self.capacity = [0] * slots
-        self._tables = np.zeros((max(1, len(self.dsa_layers)), 2, slots), np.uint64)
+        self._tables = np.zeros((max(1, len(self.dsa_layers)), 3, slots), np.uint64)
         self._device_tables = device.alloc(self._tables.nbytes)
         self._rows: dict[int, Buffer] = {}
 
@@ -49,22 +49,30 @@ class SlotStates:
         if self.capacity[slot]:
             raise ValueError(f"slot {slot} was opened for {self.capacity[slot]} positions, now {capacity} are wanted")
         pools = capacity // c.index_kpool + 1
-        each = -(-4 * (capacity * c.kv_lora_rank + pools * c.index_head_dim + 64) // 256) * 256
+        sizes = [-(-size // 256) * 256 for size in (4 * capacity * c.kv_lora_rank, 4 * pools * c.index_head_dim, 2 * capacity * c.kv_lora_rank * self.narrow)]
+        each = sum(sizes)
         if self.dsa_layers:
             self._rows[slot] = self.device.alloc(each * len(self.dsa_layers))
         for i in range(len(self.dsa_layers)):
             start = self._rows[slot].address + i * each
-            self._tables[i, :, slot] = start, start + -(-4 * capacity * c.kv_lora_rank // 256) * 256
+            self._tables[i, :, slot] = start, start + sizes[0], start + sizes[0] + sizes[1]
         self.device.upload(self._device_tables.at(), self._tables)
         self.capacity[slot] = capacity
 
     def rows_table(self, layer: int) -> Pointer:
-        """Device array of the addresses of every slot's latents of a DSA layer."""
-        return self._device_tables.at(self.dsa_layers.index(layer) * 16 * self.slots)
+        """Device array of the addresses of every slot's latents of a DSA layer, float32."""
+        return self._table(layer, 0)
 
     def pools_table(self, layer: int) -> Pointer:
         """Device array of the addresses of every slot's pool keys of a DSA layer."""
-        return self._device_tables.at((self.dsa_layers.index(layer) * 2 + 1) * 8 * self.slots)
+        return self._table(layer, 1)
+
+    def narrow_table(self, layer: int) -> Pointer | None:
+        """The same latents in bf16, for prompts; None where prompts attend in full precision."""
+        return self._table(layer, 2) if self.narrow else None
+
+    def _table(self, layer: int, which: int) -> Pointer:
+        return self._device_tables.at((self.dsa_layers.index(layer) * 3 + which) * 8 * self.slots)
 
     def of(self, slot: int) -> Pointer:
         """A slot's block."""

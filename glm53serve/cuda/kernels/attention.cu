@@ -7,25 +7,26 @@
 #define TOKENS 32
 #define STRIDE (LATENT + 8)
 
-// query [rows][HEADS][ldq] split; latents of each slot [capacity][R]; selected, count as dsa_select wrote them, for rows first_row + blockIdx.y.
+// query [rows][HEADS][ldq] split; latents of each slot [capacity][R], float32 with SPLIT, else bf16 (R a multiple of 8); selected, count as dsa_select wrote them, for rows first_row + blockIdx.y.
 // Tokens blockIdx.x * per_split .. + per_split of the selection. One split: c split, [row][HEADS][ldc]; else partial sums [row][split][HEADS][LATENT + 2]
 // (unnormalised c, maximum, sum). grid (splits, rows, HEADS / 64), 256 threads. Dynamic shared memory: see Pipeline.
 template <bool SPLIT>
 __device__ __forceinline__ void attend(const u16* q_high, const u16* q_low, int ldq, float scale, const int* slot, const u64* rows_at, int R, const int* selected, int ld,
                                        const int* counts, int first_row, int per_split, u16* c_high, u16* c_low, int ldc, float* partial) {
-    constexpr int PARTS = SPLIT ? 2 : 1, HEADS_HERE = HEAD_TILES * 16;
+    constexpr int PARTS = SPLIT ? 2 : 1, LATENT_TILES = 2, HEADS_HERE = HEAD_TILES * 16;  // high and low, or this tile and the next
     DYNAMIC_SHARED(u16, memory);
     u16* q = memory;                                            // [part][head][STRIDE]
-    u16* l = q + PARTS * HEADS_HERE * STRIDE;                   // [part][token][STRIDE]
-    u16* p = l + PARTS * TOKENS * STRIDE;                       // [part][head][TOKENS + 8]
+    u16* l = q + PARTS * HEADS_HERE * STRIDE;                   // [part, or buffer][token][STRIDE]
+    u16* p = l + LATENT_TILES * TOKENS * STRIDE;                       // [part][head][TOKENS + 8]
     float* s = (float*)(p + PARTS * HEADS_HERE * (TOKENS + 8)); // [head][TOKENS + 1]
     float* top = s + HEADS_HERE * (TOKENS + 1);
     float* sum = top + HEADS_HERE;
     float* shrink = sum + HEADS_HERE;
+    WAIT_BEFORE();
     const int local = blockIdx.y, row = first_row + local, head0 = blockIdx.z * HEADS_HERE, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int head_tile = warp % HEAD_TILES, dim_part = warp / HEAD_TILES, g = lane >> 2, t = lane & 3;
     const int all = counts[row], begin = blockIdx.x * per_split, end = min(all, begin + per_split);
-    const float* rows = (const float*)rows_at[slot[row]];
+    const u64 rows = rows_at[slot[row]];
     const int* chosen = selected + (long)row * ld;
     float c[DIM_TILES][4];
 #pragma unroll
@@ -41,60 +42,91 @@ __device__ __forceinline__ void attend(const u16* q_high, const u16* q_low, int 
             copy16_async(q + head * STRIDE + piece * 8, q_high + (there ? from : 0), there);
             if (SPLIT) copy16_async(q + (HEADS_HERE + head) * STRIDE + piece * 8, q_low + (there ? from : 0), there);
         }
-    copies_commit();
+    auto fetch = [&](int base, u16* to) {  // without SPLIT: bf16 rows as they are, asynchronously
+#pragma unroll
+        for (int i = 0; i < TOKENS * (LATENT / 8) / 256; ++i) {
+            const int at = threadIdx.x + 256 * i, token = at / (LATENT / 8), piece = at % (LATENT / 8) * 8;
+            const bool there = base + token < end && piece < R;
+            copy16_async(to + token * STRIDE + piece, (const u16*)rows + (there ? (long)chosen[base + token] * R + piece : 0), there);
+        }
+        copies_commit();
+    };
+    if (!SPLIT) fetch(begin, l);
+    else copies_commit();
+    u16* latents = l;
     for (int base = begin; base < end; base += TOKENS) {
-        __syncthreads();
-        for (int at = threadIdx.x; at < TOKENS * (LATENT / 4); at += 256) {
-            const int token = at / (LATENT / 4), piece = at % (LATENT / 4) * 4;
-            float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            if (base + token < end) {
-                const float* from = rows + (long)chosen[base + token] * R + piece;
-                if (R % 4 == 0) {
-                    if (piece < R) { const F4 f = *(const F4*)from; v[0] = f.x; v[1] = f.y; v[2] = f.z; v[3] = f.w; }
-                } else {
-                    for (int j = 0; j < 4; ++j) if (piece + j < R) v[j] = from[j];
+        if (SPLIT) {
+            __syncthreads();
+#pragma unroll 4
+            for (int at = threadIdx.x; at < TOKENS * (LATENT / 4); at += 256) {
+                const int token = at / (LATENT / 4), piece = at % (LATENT / 4) * 4;
+                float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                if (base + token < end) {
+                    const float* from = (const float*)rows + (long)chosen[base + token] * R + piece;
+                    if (R % 4 == 0) {
+                        if (piece < R) { const F4 f = *(const F4*)from; v[0] = f.x; v[1] = f.y; v[2] = f.z; v[3] = f.w; }
+                    } else {
+                        for (int j = 0; j < 4; ++j) if (piece + j < R) v[j] = from[j];
+                    }
                 }
-            }
-            U2 high = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])};
-            *(U2*)(l + token * STRIDE + piece) = high;
-            if (SPLIT) {
-                U2 low = {pack_bf16(v[0] - low_bf16(high.x), v[1] - high_bf16(high.x)), pack_bf16(v[2] - low_bf16(high.y), v[3] - high_bf16(high.y))};
+                const U2 high = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])};
+                const U2 low = {pack_bf16(v[0] - low_bf16(high.x), v[1] - high_bf16(high.x)), pack_bf16(v[2] - low_bf16(high.y), v[3] - high_bf16(high.y))};
+                *(U2*)(l + token * STRIDE + piece) = high;
                 *(U2*)(l + (TOKENS + token) * STRIDE + piece) = low;
             }
+            copies_wait<0>();
+        } else {
+            latents = l + ((base - begin) / TOKENS & 1) * TOKENS * STRIDE;
+            copies_wait<0>();
+            __syncthreads();  // the other buffer is free, this one is full
+            if (base + TOKENS < end) fetch(base + TOKENS, l + (((base - begin) / TOKENS & 1) ^ 1) * TOKENS * STRIDE);
         }
-        copies_wait<0>();
         __syncthreads();
         // Scores: each warp a head tile and, of the four groups of 8 tokens, those of its part.
-        for (int n = dim_part; n < TOKENS / 8; n += DIM_WARPS) {
-            float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (dim_part < TOKENS / 8) {
+            constexpr int MINE = DIM_WARPS >= TOKENS / 8 ? 1 : TOKENS / 8 / DIM_WARPS;
+            float d[MINE][4];
+#pragma unroll
+            for (int m = 0; m < MINE * 4; ++m) d[m / 4][m % 4] = 0.0f;
             const u16* q_row = q + (head_tile * 16 + (lane & 15)) * STRIDE + (lane >> 4) * 8;
-            const u16* l_row = l + (n * 8 + (lane & 7)) * STRIDE + (lane >> 3) * 8;
+            const u16* l_row = latents + (dim_part * 8 + (lane & 7)) * STRIDE + (lane >> 3) * 8;
+#pragma unroll 2
             for (int i = 0; i < LATENT; i += 32) {
-                u32 a0[4], a1[4], b[4];
+                u32 a0[4], a1[4], e0[4], e1[4];
                 load_matrices(a0, q_row + i);
                 load_matrices(a1, q_row + i + 16);
-                load_matrices(b, l_row + i);
-                mma(d, a0, b[0], b[1]);
-                mma(d, a1, b[2], b[3]);
                 if (SPLIT) {
-                    u32 e0[4], e1[4], f[4];
                     load_matrices(e0, q_row + HEADS_HERE * STRIDE + i);
                     load_matrices(e1, q_row + HEADS_HERE * STRIDE + i + 16);
-                    load_matrices(f, l_row + TOKENS * STRIDE + i);
-                    mma(d, e0, b[0], b[1]); mma(d, e1, b[2], b[3]);
-                    mma(d, a0, f[0], f[1]); mma(d, a1, f[2], f[3]);
+                }
+#pragma unroll
+                for (int m = 0; m < MINE; ++m) {
+                    u32 b[4], f[4];
+                    load_matrices(b, l_row + m * DIM_WARPS * 8 * STRIDE + i);
+                    mma(d[m], a0, b[0], b[1]);
+                    mma(d[m], a1, b[2], b[3]);
+                    if (SPLIT) {
+                        load_matrices(f, l_row + (m * DIM_WARPS * 8 + TOKENS) * STRIDE + i);
+                        mma(d[m], e0, b[0], b[1]); mma(d[m], e1, b[2], b[3]);
+                        mma(d[m], a0, f[0], f[1]); mma(d[m], a1, f[2], f[3]);
+                    }
                 }
             }
-            const int head = head_tile * 16 + g, token = n * 8 + 2 * t;
-            s[head * (TOKENS + 1) + token] = d[0] * scale; s[head * (TOKENS + 1) + token + 1] = d[1] * scale;
-            s[(head + 8) * (TOKENS + 1) + token] = d[2] * scale; s[(head + 8) * (TOKENS + 1) + token + 1] = d[3] * scale;
+#pragma unroll
+            for (int m = 0; m < MINE; ++m) {
+                const int head = head_tile * 16 + g, token = (dim_part + m * DIM_WARPS) * 8 + 2 * t;
+                s[head * (TOKENS + 1) + token] = d[m][0] * scale; s[head * (TOKENS + 1) + token + 1] = d[m][1] * scale;
+                s[(head + 8) * (TOKENS + 1) + token] = d[m][2] * scale; s[(head + 8) * (TOKENS + 1) + token + 1] = d[m][3] * scale;
+            }
         }
         __syncthreads();
         for (int head = warp; head < HEADS_HERE; head += 8) {  // running softmax, lane = token
             const bool there = base + lane < end;
             const float v = there ? s[head * (TOKENS + 1) + lane] : NEG_INF, old = top[head], now = fmaxf(old, warp_max(v));
             const float w = there ? expf(v - now) : 0.0f, by = expf(old - now), total = warp_sum(w);
-            store_split(p, SPLIT ? p + HEADS_HERE * (TOKENS + 8) : nullptr, head * (TOKENS + 8) + lane, w);
+            const u16 high = to_bf16(w);
+            p[head * (TOKENS + 8) + lane] = high;
+            if (SPLIT) p[(HEADS_HERE + head) * (TOKENS + 8) + lane] = to_bf16(w - bf16_value(high));
             __syncwarp();
             if (lane == 0) { top[head] = now; sum[head] = sum[head] * by + total; shrink[head] = by; }
         }
@@ -111,7 +143,7 @@ __device__ __forceinline__ void attend(const u16* q_high, const u16* q_low, int 
 #pragma unroll
         for (int n = 0; n < DIM_TILES; ++n) {
             c[n][0] *= by0; c[n][1] *= by0; c[n][2] *= by1; c[n][3] *= by1;
-            const u16* l_row = l + lane * STRIDE + (dim_part * DIM_TILES + n) * 8;
+            const u16* l_row = latents + lane * STRIDE + (dim_part * DIM_TILES + n) * 8;
             u32 b[4];
             load_matrices_transposed(b, l_row);
             mma(c[n], a[0], b[0], b[1]);
@@ -150,6 +182,7 @@ KERNEL __launch_bounds__(256, 1) attend_fast(ATTEND_ARGUMENTS) { attend<false>(q
 
 // Splits of a row put together in order: c split, [row][HEADS][ldc]. grid (HEADS, rows), 128 threads.
 KERNEL attend_join(const float* partial, int splits, int per_split, const int* counts, int first_row, int R, u16* c_high, u16* c_low, int ldc) {
+    WAIT_BEFORE();
     const int head = blockIdx.x, local = blockIdx.y, used = (counts[first_row + local] + per_split - 1) / per_split;
     const float* from = partial + ((long)local * splits * HEADS + head) * (LATENT + 2);
     const long next = (long)HEADS * (LATENT + 2);

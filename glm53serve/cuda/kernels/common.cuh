@@ -21,6 +21,9 @@ __device__ __forceinline__ U4 stream16(const U4* p) {  // read once: past L1, fi
     asm("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
+// Dependent launch: a kernel may start while the one before it still runs; what that one wrote is there after WAIT_BEFORE, which every kernel
+// passes before it reads or writes anything but weights.
+#define WAIT_BEFORE() do { asm volatile("griddepcontrol.wait;" ::: "memory"); asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); } while (0)
 __device__ __forceinline__ u64 clock_ns() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 r;
@@ -46,6 +49,48 @@ __device__ __forceinline__ void copy16_async(void* shared, const void* global, b
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+
+// c[64x128] += a[64x16] b[16x128] by four warps, each its own 16 rows: a in registers as for `mma`, b = 128 tokens of a [token][64] bf16 tile in shared
+// memory with 128-byte rows whose 16-byte pieces are swizzled by the token (piece ^ token % 8); step = which 16 of the 64 columns.
+__device__ __forceinline__ void warpgroup_mma(float (*c)[4], const u32* a, const u16* tile, int step) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const u64 at = (u64)__cvta_generic_to_shared(tile) + 32 * step, b = (at >> 4 & 0x3fff) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]),
+          "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]),
+          "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
+          "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]),
+          "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]),
+          "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
+          "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]),
+          "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3]),
+          "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]), "+f"(c[8][3]),
+          "+f"(c[9][0]), "+f"(c[9][1]), "+f"(c[9][2]), "+f"(c[9][3]),
+          "+f"(c[10][0]), "+f"(c[10][1]), "+f"(c[10][2]), "+f"(c[10][3]),
+          "+f"(c[11][0]), "+f"(c[11][1]), "+f"(c[11][2]), "+f"(c[11][3]),
+          "+f"(c[12][0]), "+f"(c[12][1]), "+f"(c[12][2]), "+f"(c[12][3]),
+          "+f"(c[13][0]), "+f"(c[13][1]), "+f"(c[13][2]), "+f"(c[13][3]),
+          "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]),
+          "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), "+f"(c[15][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#endif
+}
+__device__ __forceinline__ void warpgroup_begin() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void warpgroup_commit() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void warpgroup_wait() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void shared_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Pair i (0..3) of a word of eight 4-bit levels as two bf16: nibble i is the even column 2i, nibble i + 4 the odd column 2i + 1.
 template <int I> __device__ __forceinline__ u32 int4_pair(u32 word) {
@@ -76,11 +121,17 @@ __device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pai
 __device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ __forceinline__ u16 to_bf16(float x) { return (u16)(pack_bf16(x, 0.0f) & 0xffffu); }
 
-// A float32 as the sum of two bf16: 16 bits of mantissa survive. `low` may be null when nobody reads it.
+// Columns of a unit of 32 in the order in which the warpgroup product reads them: column 8t + 4s + 2h + j lies at 16s + 8h + 2t + j.
+__device__ __forceinline__ long in_product_order(long at) {
+    return (at & ~31l) | ((at & 4) << 2) | ((at & 2) << 2) | ((at >> 2) & 6) | (at & 1);
+}
+// A float32 as the sum of two bf16: 16 bits of mantissa survive. Without `low` (wide prompts) only the high part is stored, in product order.
 __device__ __forceinline__ void store_split(u16* high, u16* low, long at, float x) {
-    u16 h = to_bf16(x);
-    high[at] = h;
-    if (low) low[at] = to_bf16(x - bf16_value(h));
+    const u16 h = to_bf16(x);
+    if (low) {
+        high[at] = h;
+        low[at] = to_bf16(x - bf16_value(h));
+    } else high[in_product_order(at)] = h;
 }
 __device__ __forceinline__ float warp_sum(float v) {
     for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);

@@ -4,10 +4,11 @@
 
 __device__ __forceinline__ float* latents_of(const u64* rows_at, int slot) { return (float*)rows_at[slot]; }
 
-// Norms of one row: q latent (split, [T][ldq]), cache row, index key. q_latent [T][Q], kv [T][R], key [T][DI] in place. grid (T), 256 threads.
+// Norms of one row: q latent (split, [T][ldq]), cache row (float32, and bf16 where narrow_rows_at is given), index key. q_latent [T][Q], kv [T][R], key [T][DI] in place. grid (T), 256 threads.
 KERNEL dsa_prepare(const float* q_latent, int Q, const float* q_norm, u16* q_high, u16* q_low, int ldq, const float* kv, int R, const float* kv_norm, float eps, float* key,
-                   int DI, const float* key_norm, const float* key_bias, const int* slot, const int* position, const int* live, const u64* rows_at) {
+                   int DI, const float* key_norm, const float* key_bias, const int* slot, const int* position, const int* live, const u64* rows_at, const u64* narrow_rows_at) {
     __shared__ float room[32];
+    WAIT_BEFORE();
     const int row = blockIdx.x;
     float sum = 0.0f;
     for (int i = threadIdx.x; i < Q; i += blockDim.x) { float v = q_latent[(long)row * Q + i]; sum += v * v; }
@@ -18,7 +19,12 @@ KERNEL dsa_prepare(const float* q_latent, int Q, const float* q_norm, u16* q_hig
     by = 1.0f / sqrtf(block_sum(sum, room) / R + eps);
     if (live[row]) {
         float* to = latents_of(rows_at, slot[row]) + (long)position[row] * R;
-        for (int i = threadIdx.x; i < R; i += blockDim.x) to[i] = kv_norm[i] * (kv[(long)row * R + i] * by);
+        u16* narrow = narrow_rows_at ? (u16*)narrow_rows_at[slot[row]] + (long)position[row] * R : nullptr;
+        for (int i = threadIdx.x; i < R; i += blockDim.x) {
+            const float v = kv_norm[i] * (kv[(long)row * R + i] * by);
+            to[i] = v;
+            if (narrow) narrow[i] = to_bf16(v);
+        }
     }
     if (!key) return;
     sum = 0.0f;
@@ -33,6 +39,7 @@ KERNEL dsa_prepare(const float* q_latent, int Q, const float* q_norm, u16* q_hig
 // Keys of the pools that rows complete: a softmax over the pool for each channel; older members come from the tail. grid (T), DI threads (or fewer).
 KERNEL dsa_pool(const float* key, const float* gate, int DI, int kp, const float* ape, const int* slot, const int* position, const int* first, const int* live,
                 const float* state, long slot_stride, long tail_at, const u64* pools_at) {
+    WAIT_BEFORE();
     const int row = blockIdx.x, p = position[row];
     if (!live[row] || (p + 1) % kp) return;
     const float* tail = state + slot[row] * slot_stride + tail_at;
@@ -72,6 +79,7 @@ KERNEL __launch_bounds__(256) dsa_scores(const float* query, const float* head_w
                                          const float* gate, const int* slot, const int* position, const int* span_end, const int* live, float* state, long slot_stride,
                                          long tail_at, const u64* pools_at, float* scores, long lds) {
     DYNAMIC_SHARED(float, shared);
+    WAIT_BEFORE();
     const int row = first_row + blockIdx.y, p = position[row], pools = (p + 1) / kp, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, stride = DI + 4;
     if (!live[row]) return;
     if (blockIdx.x == 0) keep_tail(key, gate, DI, kp, row, p, span_end[row], state + slot[row] * slot_stride + tail_at);
@@ -119,6 +127,7 @@ KERNEL __launch_bounds__(256) dsa_select(const float* scores, long lds, int kp, 
     __shared__ int histogram[256];
     __shared__ int found[2];
     __shared__ int warp_above[8], warp_equal[8];
+    WAIT_BEFORE();
     const int row = first_row + blockIdx.x, p = position[row], pools = (p + 1) / kp, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int* to = selected + (long)row * ld;
     if (!live[row]) {

@@ -106,35 +106,34 @@ __device__ __forceinline__ void granule_products(Sums<NT, TILES>& s, const Piece
     }
 }
 
-template <int FORMAT, int NT, int TILES>
-__device__ __forceinline__ void sum_columns(Sums<NT, TILES>& s, const Job& job, const U4* data, const float* scale, int tile0, int slice, const Activations<NT>& x, int lane) {
-    const int t = lane & 3, g = lane >> 2;
-    const U4* tile[TILES];
+template <int FORMAT, int TILES> struct Granule { Piece4 w[TILES]; F4 scale[FORMAT == INT4 ? TILES : 1][2]; U2 block_scale[FORMAT == FP8 ? TILES : 1]; };
+
+template <int FORMAT, int TILES>
+__device__ __forceinline__ void load(Granule<FORMAT, TILES>& to, const U4* data, const float* scale, int tile0, int tiles, int granules, int granule, int lane) {
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) tile[i] = data + (long)min(tile0 + i, job.tiles - 1) * job.granules * 128;
-    Piece4 now[TILES], next[TILES];
-    F4 q[TILES][2];
-    U2 b[TILES];
-    if (slice < job.granules)
+    for (int i = 0; i < TILES; ++i) {
+        const long at = (long)min(tile0 + i, tiles - 1) * granules + granule;
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) load_granule(next[i], tile[i], slice, lane);
-    for (int granule = slice; granule < job.granules; granule += job.slices) {
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            now[i] = next[i];
-            long at = (long)min(tile0 + i, job.tiles - 1) * job.granules + granule;
-            if (FORMAT == INT4) { q[i][0] = ((const F4*)scale)[at * 16 + g]; q[i][1] = ((const F4*)scale)[at * 16 + 8 + g]; }
-            if (FORMAT == FP8) b[i] = ((const U2*)scale)[at];
-        }
-        if (granule + job.slices < job.granules)
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) load_granule(next[i], tile[i], granule + job.slices, lane);
-        granule_products<FORMAT, NT, TILES>(s, now, q, b, x, granule, t);
+        for (int j = 0; j < 4; ++j) to.w[i].p[j] = stream16(data + at * 128 + j * 32 + lane);
+        if (FORMAT == INT4) { to.scale[i][0] = ((const F4*)scale)[at * 16 + (lane >> 2)]; to.scale[i][1] = ((const F4*)scale)[at * 16 + 8 + (lane >> 2)]; }
+        if (FORMAT == FP8) to.block_scale[i] = ((const U2*)scale)[at];
     }
 }
 
-#define GEMV_TILES 2
-template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
+// Weights do not depend on the kernel before: the first granule is requested before waiting for it.
+template <int FORMAT, int NT, int TILES>
+__device__ __forceinline__ void sum_columns(Sums<NT, TILES>& s, const Job& job, const U4* data, const float* scale, int tile0, int slice, const Activations<NT>& x, int lane) {
+    Granule<FORMAT, TILES> now, next;
+    if (slice < job.granules) load<FORMAT, TILES>(next, data, scale, tile0, job.tiles, job.granules, slice, lane);
+    WAIT_BEFORE();
+    for (int granule = slice; granule < job.granules; granule += job.slices) {
+        now = next;
+        if (granule + job.slices < job.granules) load<FORMAT, TILES>(next, data, scale, tile0, job.tiles, job.granules, granule + job.slices, lane);
+        granule_products<FORMAT, NT, TILES>(s, now.w, now.scale, now.block_scale, x, granule, lane & 3);
+    }
+}
+
+template <int NT, int GEMV_TILES> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
     __shared__ float sums[8][GEMV_TILES * 16][8 * NT + 1];
     int index = 0;
     while (index + 1 < jobs.count && (int)blockIdx.x >= jobs.job[index + 1].first_block) ++index;
@@ -147,6 +146,7 @@ template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
     int start = 0, count = jobs.rows;
     const u16 *x_high = job.x_high, *x_low = job.x_low;
     if (job.table) {
+        WAIT_BEFORE();
         if (group >= jobs.groups[0]) return;
         int expert = jobs.groups[4 + 4 * group];
         start = jobs.groups[5 + 4 * group];
@@ -168,7 +168,8 @@ template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
     Sums<NT, GEMV_TILES> s;
     clear(s);
     const int tile0 = tile_first + team * GEMV_TILES;
-    if (tile0 < job.tiles) {
+    if (tile0 >= job.tiles) WAIT_BEFORE();
+    else {
         if (HAS(INT4) && job.format == INT4) sum_columns<INT4, NT, GEMV_TILES>(s, job, data, scale, tile0, slice, x, lane);
         else if (HAS(BF16) && job.format == BF16) sum_columns<BF16, NT, GEMV_TILES>(s, job, data, scale, tile0, slice, x, lane);
         else if (HAS(INT8) && job.format == INT8) sum_columns<INT8, NT, GEMV_TILES>(s, job, data, scale, tile0, slice, x, lane);
@@ -188,7 +189,7 @@ template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
     for (int at = threadIdx.x; at < tall * count; at += blockDim.x) {
         int r = at / tall, row = at % tall, tile = tile_first + (row >> 4), r16 = row & 15;
         if (tile >= job.tiles || (job.out == OUT_SWIGLU && r16 >= 8)) continue;
-        int first_warp = (row >> 5) * job.slices, inner = row & 31;
+        int first_warp = row / (16 * GEMV_TILES) * job.slices, inner = row % (16 * GEMV_TILES);
         float value[2] = {0.0f, 0.0f};
         for (int half = 0; half < (job.out == OUT_SWIGLU ? 2 : 1); ++half) {
             float high = 0.0f, low = 0.0f;
@@ -203,11 +204,11 @@ template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
     }
 }
 #if !defined(ONLY) || ONLY == 4
-KERNEL __launch_bounds__(256, 2) gemv_4(const __grid_constant__ Jobs jobs) { gemv_block<1>(jobs); }
+KERNEL __launch_bounds__(256, 3) gemv_4(const __grid_constant__ Jobs jobs) { gemv_block<1, 1>(jobs); }
 #endif
 #if !defined(ONLY) || ONLY == 8
-KERNEL __launch_bounds__(256, 2) gemv_8(const __grid_constant__ Jobs jobs) { gemv_block<2>(jobs); }
+KERNEL __launch_bounds__(256, 2) gemv_8(const __grid_constant__ Jobs jobs) { gemv_block<2, 2>(jobs); }
 #endif
 #if !defined(ONLY) || ONLY == 16
-KERNEL __launch_bounds__(256, 1) gemv_16(const __grid_constant__ Jobs jobs) { gemv_block<4>(jobs); }
+KERNEL __launch_bounds__(256, 1) gemv_16(const __grid_constant__ Jobs jobs) { gemv_block<4, 2>(jobs); }
 #endif

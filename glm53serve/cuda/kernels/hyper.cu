@@ -5,14 +5,15 @@
 #define SITE_TOKENS 8
 #define COEFFICIENTS (HC + HC * HC)  // post [HC], then mix [HC][HC]
 
-// X[t][j] = embedding row of the token. kind 0: float32 table, 1: bf16 table. grid (T), 256 threads.
+// X[t][j] = embedding row of the token. kind 0: float32 table, 1: bf16 table. grid (T, H / 512), 512 threads.
 KERNEL embed(float* X, const int* ids, const void* table, int kind, int H) {
-    long from = (long)ids[blockIdx.x] * H, to = (long)blockIdx.x * HC * H;
-    for (int c = threadIdx.x; c < H; c += blockDim.x) {
-        float v = kind ? bf16_value(((const u16*)table)[from + c]) : ((const float*)table)[from + c];
+    WAIT_BEFORE();
+    const int c = blockIdx.y * 512 + threadIdx.x;
+    if (c >= H) return;
+    const long from = (long)ids[blockIdx.x] * H, to = (long)blockIdx.x * HC * H;
+    const float v = kind ? bf16_value(((const u16*)table)[from + c]) : ((const float*)table)[from + c];
 #pragma unroll
-        for (int j = 0; j < HC; ++j) X[to + (long)j * H + c] = v;
-    }
+    for (int j = 0; j < HC; ++j) X[to + (long)j * H + c] = v;
 }
 
 // What a feed-forward or attention half returned for one value: one array, or weighted experts plus the shared expert.
@@ -21,8 +22,12 @@ struct Returned { const float* y; const float* pairs; const int* ids; const floa
 __device__ __forceinline__ float returned(const Returned& from, int row, int column, int H) {
     float v = 0.0f;
     if (from.pairs)
-        for (int i = 0; i < from.top_k; ++i)
-            if (from.ids[row * from.top_k + i] >= 0) v += from.weights[row * from.top_k + i] * from.pairs[((long)row * from.top_k + i) * H + column];
+#pragma unroll 8
+        for (int i = 0; i < from.top_k; ++i) {
+            const int at = row * from.top_k + i;
+            const float y = from.pairs[(long)at * H + column];  // of a dead row: stale, and not used
+            v += from.ids[at] >= 0 ? from.weights[at] * y : 0.0f;
+        }
     if (from.y) v += from.y[(long)row * H + column];
     return v;
 }
@@ -35,10 +40,12 @@ KERNEL __launch_bounds__(256) site_open(float* X, int T, int H, int mixed, const
     __shared__ __align__(16) float f[OUTS][HC * SITE_COLUMNS + 4];
     const int c = threadIdx.x & 63, column = blockIdx.x * SITE_COLUMNS + c, first = blockIdx.y * SITE_TOKENS;
     if (fn)
+#pragma unroll 8
         for (int at = threadIdx.x; at < OUTS * HC * SITE_COLUMNS; at += 256) {
-            int o = at / (HC * SITE_COLUMNS), rest = at % (HC * SITE_COLUMNS), j = rest / SITE_COLUMNS, cc = blockIdx.x * SITE_COLUMNS + rest % SITE_COLUMNS;
+            const int o = at / (HC * SITE_COLUMNS), rest = at % (HC * SITE_COLUMNS), j = rest / SITE_COLUMNS, cc = blockIdx.x * SITE_COLUMNS + rest % SITE_COLUMNS;
             f[o][rest] = cc < H ? fn[((long)o * HC + j) * H + cc] : 0.0f;
         }
+    WAIT_BEFORE();
     for (int i = threadIdx.x >> 6; i < SITE_TOKENS; i += 4) {
         const int row = first + i;
         float v[HC];
@@ -73,6 +80,7 @@ KERNEL __launch_bounds__(256) site_open(float* X, int T, int H, int mixed, const
     const int token = threadIdx.x >> 5, o = threadIdx.x & 31;
     if (first + token >= T || o > OUTS) return;
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 8
     for (int i = 0; i < HC * SITE_COLUMNS; i += 4) {
         const F4 a = *(const F4*)&x[token][i], b = o == OUTS ? a : *(const F4*)&f[o][i];
         sum[0] += a.x * b.x; sum[1] += a.y * b.y; sum[2] += a.z * b.z; sum[3] += a.w * b.w;
@@ -107,23 +115,35 @@ __device__ __forceinline__ float sinkhorn(float logit, int lane, int iterations,
 }
 
 // Second half of a site: coefficients [T][COEFFICIENTS] and the sub-layer's normalised input, split, [T][ldx].
-// grid (T), 288 threads: the ninth warp balances the mixing matrix while the others collapse the streams. Dynamic shared memory: H floats.
-KERNEL __launch_bounds__(288) site_close(const float* X, int H, int chunks, const float* partial, const float* base, const float* scale, const float* norm, float norm_eps,
-                                         float hc_eps, int iterations, float* coefficients, u16* x_high, u16* x_low, int ldx) {
+// grid (T), 1,024 threads: the last warp balances the mixing matrix while the others collapse the streams. Dynamic shared memory: H floats.
+KERNEL __launch_bounds__(1024) site_close(const float* X, int H, int chunks, const float* partial, const float* base, const float* scale, const float* norm, float norm_eps,
+                                          float hc_eps, int iterations, float* coefficients, u16* x_high, u16* x_low, int ldx) {
     DYNAMIC_SHARED(float, x);
-    __shared__ float y[OUTS + 1];
+    __shared__ float y[32];
     __shared__ float room[32];
     const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    for (int o = warp; o <= OUTS; o += 9) {
+    WAIT_BEFORE();
+    if (warp <= OUTS) {
         float sum = 0.0f;
-        for (int i = lane; i < chunks; i += 32) sum += partial[((long)row * chunks + i) * (OUTS + 1) + o];
+#pragma unroll 4
+        for (int i = lane; i < chunks; i += 32) sum += partial[((long)row * chunks + i) * (OUTS + 1) + warp];
         sum = warp_sum(sum);
-        if (lane == 0) y[o] = sum;
+        if (lane == 0) y[warp] = sum;
+    }
+    // Columns of a thread: every 992nd (31 warps); the streams are requested before the coefficients are known.
+    float v[HC][5];
+    if (warp < 31) {
+#pragma unroll
+        for (int m = 0; m < 5; ++m) {
+            const int c = threadIdx.x + 992 * m;
+#pragma unroll
+            for (int j = 0; j < HC; ++j) v[j][m] = c < H ? X[((long)row * HC + j) * H + c] : 0.0f;
+        }
     }
     __syncthreads();
     const float inverse = 1.0f / sqrtf(y[OUTS] / (HC * H) + norm_eps);
     float* to = coefficients + (long)row * COEFFICIENTS;
-    if (warp == 8) {
+    if (warp == 31) {
         if (lane < HC) to[lane] = 2.0f * sigmoid(y[HC + lane] * inverse * scale[1] + base[HC + lane]);
         const int at = lane < HC * HC ? lane : 0;
         const float m = sinkhorn(y[2 * HC + at] * inverse * scale[2] + base[2 * HC + at], at, iterations, hc_eps);
@@ -134,38 +154,46 @@ KERNEL __launch_bounds__(288) site_close(const float* X, int H, int chunks, cons
 #pragma unroll
     for (int j = 0; j < HC; ++j) pre[j] = sigmoid(y[j] * inverse * scale[0] + base[j]) + hc_eps;
     float squares = 0.0f;
-    for (int c = threadIdx.x; c < H; c += 256) {
-        float v = 0.0f;
 #pragma unroll
-        for (int j = 0; j < HC; ++j) v += pre[j] * X[((long)row * HC + j) * H + c];
-        x[c] = v;
-        squares += v * v;
+    for (int m = 0; m < 5; ++m) {
+        const int c = threadIdx.x + 992 * m;
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < HC; ++j) sum += pre[j] * v[j][m];
+        if (c < H) x[c] = sum;
+        squares += c < H ? sum * sum : 0.0f;
+    }
+    for (int c = threadIdx.x + 4960; c < H; c += 992) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < HC; ++j) sum += pre[j] * X[((long)row * HC + j) * H + c];
+        x[c] = sum;
+        squares += sum * sum;
     }
     squares = warp_sum(squares);
     if (lane == 0) room[warp] = squares;
-    BARRIER(1, 256);
-    squares = 0.0f;
-#pragma unroll
-    for (int w = 0; w < 8; ++w) squares += room[w];
+    BARRIER(1, 992);
+    squares = warp_sum(lane < 31 ? room[lane] : 0.0f);
     const float by = 1.0f / sqrtf(squares / H + norm_eps);
-    for (int c = threadIdx.x; c < H; c += 256) store_split(x_high, x_low, (long)row * ldx + c, norm[c] * (x[c] * by));
+    for (int c = threadIdx.x; c < H; c += 992) store_split(x_high, x_low, (long)row * ldx + c, norm[c] * (x[c] * by));
 }
 
-// h = rms(mean of the streams), split, [T][ldx]; row r of the output is row rows[r] of X (null: r). grid (T), 256 threads.
-KERNEL final_norm(const float* X, const int* rows, int H, const float* norm, float eps, u16* x_high, u16* x_low, int ldx) {
+// h = rms(mean of the streams), split, [T][ldx]; row r of the output is row rows[r] of X (null: r). grid (T), 1,024 threads. Dynamic shared memory: H floats.
+KERNEL __launch_bounds__(1024) final_norm(const float* X, const int* rows, int H, const float* norm, float eps, u16* x_high, u16* x_low, int ldx) {
+    DYNAMIC_SHARED(float, x);
     __shared__ float room[32];
+    WAIT_BEFORE();
     const long from = (long)(rows ? rows[blockIdx.x] : blockIdx.x) * HC * H;
     float squares = 0.0f;
-    for (int c = threadIdx.x; c < H; c += blockDim.x) {
+#pragma unroll 4
+    for (int c = threadIdx.x; c < H; c += 1024) {
         float v = 0.0f;
+#pragma unroll
         for (int j = 0; j < HC; ++j) v += X[from + (long)j * H + c];
         v /= HC;
+        x[c] = v;
         squares += v * v;
     }
     const float by = 1.0f / sqrtf(block_sum(squares, room) / H + eps);
-    for (int c = threadIdx.x; c < H; c += blockDim.x) {
-        float v = 0.0f;
-        for (int j = 0; j < HC; ++j) v += X[from + (long)j * H + c];
-        store_split(x_high, x_low, (long)blockIdx.x * ldx + c, norm[c] * (v / HC * by));
-    }
+    for (int c = threadIdx.x; c < H; c += 1024) store_split(x_high, x_low, (long)blockIdx.x * ldx + c, norm[c] * (x[c] * by));
 }

@@ -6,42 +6,58 @@
 #define KEYS (QUADS * 16)
 #define SCAN_TOKENS 8
 #define SCAN_COLUMNS 32
+#define SCAN_BUFFERS 3
 
 // Convolution, gates and unit lengths of one row and head. raw [T][ld] = q | k | v rows before the convolution; taps [3P][CONV];
 // z, [T][P]; beta [T][ldb] before the sigmoid. Out: q, k, v, decay [T][P]; beta_out and q.k, [T][heads]. grid (heads, T), PADDED_D threads.
 KERNEL kda_prepare(const float* raw, int ld, const float* beta, int ldb, const float* z, const int* slot, const int* first, const float* state, long slot_stride,
                    long window_at, const float* taps, const float* dt_bias, const float* a_log, int bounded, float bound, float* q_out, float* k_out, float* v_out,
                    float* decay, float* beta_out, float* qk_out) {
-    __shared__ float room[32];
-    const int head = blockIdx.x, row = blockIdx.y, heads = gridDim.x, P = heads * KDA_D, i = threadIdx.x, channel = head * KDA_D + i;
+    __shared__ float room[3][8];
+    const int head = blockIdx.x, row = blockIdx.y, heads = gridDim.x, P = heads * KDA_D, i = threadIdx.x, channel = head * KDA_D + i, lane = i & 31;
     const bool there = i < KDA_D;
-    float c[3] = {0.0f, 0.0f, 0.0f};
+    const long at = (long)row * P + channel;
+    float c[3] = {0.0f, 0.0f, 0.0f}, zz = 0.0f, b = 0.0f;
+    WAIT_BEFORE();
     if (there) {
         const float* window = state + slot[row] * slot_stride + window_at;
         const int begin = first[row];
+        float v[3][CONV];
+        zz = z[at];
+        b = beta[(long)row * ldb + head];
+#pragma unroll
+        for (int s = 0; s < 3; ++s)
+#pragma unroll
+            for (int j = 0; j < CONV; ++j) {
+                const int from = row - (CONV - 1 - j);
+                v[s][j] = from >= begin ? raw[(long)from * ld + s * P + channel] : window[(long)(CONV - 1 + from - begin) * 3 * P + s * P + channel];
+            }
 #pragma unroll
         for (int s = 0; s < 3; ++s) {
             float sum = 0.0f;
 #pragma unroll
-            for (int j = 0; j < CONV; ++j) {
-                const int from = row - (CONV - 1 - j);
-                const float v = from >= begin ? raw[(long)from * ld + s * P + channel] : window[(long)(CONV - 1 + from - begin) * 3 * P + s * P + channel];
-                sum += v * taps[((long)s * P + channel) * CONV + j];
-            }
+            for (int j = 0; j < CONV; ++j) sum += v[s][j] * taps[((long)s * P + channel) * CONV + j];
             c[s] = silu(sum);
         }
     }
-    const float q_length = sqrtf(block_sum(c[0] * c[0], room) + 1e-6f), k_length = sqrtf(block_sum(c[1] * c[1], room) + 1e-6f);
-    const float q = c[0] / q_length / sqrtf((float)KDA_D), k = c[1] / k_length, qk = block_sum(q * k, room);
-    if (i == 0) {
-        beta_out[row * heads + head] = sigmoid(beta[(long)row * ldb + head]);
-        qk_out[row * heads + head] = qk;
-    }
+    const float qq = warp_sum(c[0] * c[0]), kk = warp_sum(c[1] * c[1]), both = warp_sum(c[0] * c[1]);
+    if (lane == 0) { room[0][i >> 5] = qq; room[1][i >> 5] = kk; room[2][i >> 5] = both; }
+    __syncthreads();
+    float total[3] = {0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int w = 0; w < PADDED_D / 32; ++w)
+#pragma unroll
+        for (int s = 0; s < 3; ++s) total[s] += room[s][w];
+    const float q_by = 1.0f / (sqrtf(total[0] + 1e-6f) * sqrtf((float)KDA_D)), k_by = 1.0f / sqrtf(total[1] + 1e-6f);
     if (!there) return;
-    const long at = (long)row * P + channel;
-    const float speed = expf(a_log[head]), zz = z[at] + dt_bias[channel];
+    if (i == 0) {
+        beta_out[row * heads + head] = sigmoid(b);
+        qk_out[row * heads + head] = total[2] * q_by * k_by;
+    }
+    const float speed = expf(a_log[head]);
+    zz += dt_bias[channel];
     const float g = bounded ? bound * sigmoid(speed * zz) : -speed * (zz > 20.0f ? zz : log1pf(expf(zz)));
-    q_out[at] = q; k_out[at] = k; v_out[at] = c[2];
+    q_out[at] = c[0] * q_by; k_out[at] = c[1] * k_by; v_out[at] = c[2];
     decay[at] = expf(g);
 }
 
@@ -50,7 +66,9 @@ KERNEL kda_prepare(const float* raw, int ld, const float* beta, int ldb, const f
 // grid (KDA_D / 32, heads, spans), 128 threads: lane 4c + s holds column c of eight, key channels 16m + 4s .. +3.
 KERNEL __launch_bounds__(128) kda_scan(const float* q, const float* k, const float* v, const float* decay, const float* beta, const float* qk, const float* raw, int ld,
                                        const int* spans, const int* live, float* state, long slot_stride, long s_at, long window_at, float* o) {
-    __shared__ __align__(16) float sk[2][SCAN_TOKENS][KEYS], sq[2][SCAN_TOKENS][KEYS], se[2][SCAN_TOKENS][KEYS], sv[2][SCAN_TOKENS][SCAN_COLUMNS], sb[2][SCAN_TOKENS][2];
+    __shared__ __align__(16) float sk[SCAN_BUFFERS][SCAN_TOKENS][KEYS], sq[SCAN_BUFFERS][SCAN_TOKENS][KEYS], se[SCAN_BUFFERS][SCAN_TOKENS][KEYS];
+    __shared__ __align__(16) float sv[SCAN_BUFFERS][SCAN_TOKENS][SCAN_COLUMNS], sb[SCAN_BUFFERS][SCAN_TOKENS][2];
+    WAIT_BEFORE();
     const int head = blockIdx.y, heads = gridDim.y, P = heads * KDA_D, slot = spans[3 * blockIdx.z], first = spans[3 * blockIdx.z + 1], count = spans[3 * blockIdx.z + 2];
     if (!live[first]) return;
     const int lane = threadIdx.x & 31, part = lane & 3, column = blockIdx.x * SCAN_COLUMNS + (threadIdx.x >> 5) * 8 + (lane >> 2), c32 = (threadIdx.x >> 5) * 8 + (lane >> 2);
@@ -63,30 +81,34 @@ KERNEL __launch_bounds__(128) kda_scan(const float* q, const float* k, const flo
             int i = 16 * m + 4 * part + e;
             s[m][e] = i < KDA_D && column < KDA_D ? S[(long)i * KDA_D + column] : 0.0f;
         }
-    auto stage = [&](int from) {
-        const int buffer = from / SCAN_TOKENS & 1;
-        for (int at = threadIdx.x; at < SCAN_TOKENS * KEYS; at += 128) {
-            const int token = at / KEYS, i = at % KEYS;
+    auto stage = [&](int from) {  // asynchronous copies of the next tokens; those after the span come as zeros
+        const int buffer = from / SCAN_TOKENS % SCAN_BUFFERS;
+        for (int at = threadIdx.x; at < SCAN_TOKENS * KEYS / 4; at += 128) {
+            const int token = at / (KEYS / 4), i = at % (KEYS / 4) * 4;
             const bool there = from + token < count && i < KDA_D;
-            const long g = (long)(first + from + token) * P + head * KDA_D + i;
-            sk[buffer][token][i] = there ? k[g] : 0.0f;
-            sq[buffer][token][i] = there ? q[g] : 0.0f;
-            se[buffer][token][i] = there ? decay[g] : 0.0f;
+            const long g = there ? (long)(first + from + token) * P + head * KDA_D + i : 0;
+            copy16_async(&sk[buffer][token][i], k + g, there);
+            copy16_async(&sq[buffer][token][i], q + g, there);
+            copy16_async(&se[buffer][token][i], decay + g, there);
         }
-        for (int at = threadIdx.x; at < SCAN_TOKENS * SCAN_COLUMNS; at += 128) {
-            const int token = at / SCAN_COLUMNS, c = blockIdx.x * SCAN_COLUMNS + at % SCAN_COLUMNS;
-            sv[buffer][token][at % SCAN_COLUMNS] = from + token < count && c < KDA_D ? v[(long)(first + from + token) * P + head * KDA_D + c] : 0.0f;
+        for (int at = threadIdx.x; at < SCAN_TOKENS * SCAN_COLUMNS / 4; at += 128) {
+            const int token = at / (SCAN_COLUMNS / 4), i = at % (SCAN_COLUMNS / 4) * 4, c = blockIdx.x * SCAN_COLUMNS + i;
+            const bool there = from + token < count && c < KDA_D;
+            copy16_async(&sv[buffer][token][i], v + (there ? (long)(first + from + token) * P + head * KDA_D + c : 0), there);
         }
+        copies_commit();
         if (threadIdx.x < SCAN_TOKENS && from + (int)threadIdx.x < count) {
             sb[buffer][threadIdx.x][0] = beta[(first + from + threadIdx.x) * heads + head];
             sb[buffer][threadIdx.x][1] = qk[(first + from + threadIdx.x) * heads + head];
         }
     };
-    stage(0);
+#pragma unroll
+    for (int s = 0; s < SCAN_BUFFERS - 1; ++s) stage(s * SCAN_TOKENS);
     for (int from = 0; from < count; from += SCAN_TOKENS) {
+        copies_wait<SCAN_BUFFERS - 2>();
         __syncthreads();
-        if (from + SCAN_TOKENS < count) stage(from + SCAN_TOKENS);
-        const int buffer = from / SCAN_TOKENS & 1, here = min(SCAN_TOKENS, count - from);
+        stage(from + (SCAN_BUFFERS - 1) * SCAN_TOKENS);
+        const int buffer = from / SCAN_TOKENS % SCAN_BUFFERS, here = min(SCAN_TOKENS, count - from);
         for (int token = 0; token < here; ++token) {
             float dot_k[4] = {0.0f, 0.0f, 0.0f, 0.0f}, dot_q[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             F4 kk[QUADS];
@@ -133,7 +155,8 @@ KERNEL kda_finish(const float* o, const float* gate, const float* norm, float ep
     __shared__ float room[32];
     const int head = blockIdx.x, row = blockIdx.y, P = gridDim.x * KDA_D, i = threadIdx.x;
     const long at = (long)row * P + head * KDA_D + i;
-    const float v = i < KDA_D ? o[at] : 0.0f;
+    WAIT_BEFORE();
+    const float v = i < KDA_D ? o[at] : 0.0f, g = i < KDA_D ? gate[at] : 0.0f;
     const float by = 1.0f / sqrtf(block_sum(v * v, room) / KDA_D + eps);
-    if (i < KDA_D) store_split(x_high, x_low, (long)row * ldx + head * KDA_D + i, norm[i] * (v * by) * sigmoid(gate[at]));
+    if (i < KDA_D) store_split(x_high, x_low, (long)row * ldx + head * KDA_D + i, norm[i] * (v * by) * sigmoid(g));
 }

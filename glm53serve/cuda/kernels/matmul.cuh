@@ -40,10 +40,6 @@ struct Jobs { int count, rows; const int* list; const int* groups; int top_k, pa
 
 struct Piece4 { U4 p[4]; };
 
-__device__ __forceinline__ void load_granule(Piece4& w, const U4* tile, int granule, int lane) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) w.p[i] = stream16(tile + (long)granule * 128 + i * 32 + lane);
-}
 __device__ __forceinline__ void int4_unit(u32 top, u32 bottom, u32 (*a)[4]) {
     a[0][0] = int4_pair<0>(top); a[0][1] = int4_pair<0>(bottom); a[0][2] = int4_pair<1>(top); a[0][3] = int4_pair<1>(bottom);
     a[1][0] = int4_pair<2>(top); a[1][1] = int4_pair<2>(bottom); a[1][2] = int4_pair<3>(top); a[1][3] = int4_pair<3>(bottom);

@@ -6,6 +6,7 @@ KERNEL route(const float* logits, int ld, const float* bias, int E, int top_k, i
              int* ids, float* weights, int* counts, u32* uses, long use_stride) {
     DYNAMIC_SHARED(float, score);
     float *biased = score + E, *group_score = biased + E;
+    WAIT_BEFORE();
     const int row = blockIdx.x, lane = threadIdx.x, size = E / groups;
     if (!live[row]) {
         for (int i = lane; i < top_k; i += 32) ids[row * top_k + i] = -1;
@@ -72,6 +73,7 @@ KERNEL route(const float* logits, int ld, const float* bias, int E, int top_k, i
 KERNEL __launch_bounds__(256) moe_list(const int* ids, int pairs, const int* counts, int E, int tile, int* list, int* groups) {
     __shared__ int before[2];
     __shared__ int warp_count[8];
+    WAIT_BEFORE();
     const int expert = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, count = counts[expert];
     if (warp == 0) {
         int places = 0, tiles = 0;

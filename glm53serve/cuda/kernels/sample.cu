@@ -7,6 +7,7 @@
 KERNEL __launch_bounds__(256) logit_peaks(const float* logits, int V, float* best, int* at) {
     __shared__ float top[8];
     __shared__ int where[8];
+    WAIT_BEFORE();
     const int per = (V + SCANS - 1) / SCANS, begin = blockIdx.x * per, end = min(V, begin + per), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const float* row = logits + (long)blockIdx.y * V;
     float b = NEG_INF;
@@ -83,6 +84,7 @@ KERNEL __launch_bounds__(1024) sample(const float* logits, int V, const float* b
     __shared__ u64 out[2];
     __shared__ int warp_count[32];
     __shared__ int answer;
+    WAIT_BEFORE();
     const int r = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     float peak = best[r * SCANS];
     int id = at[r * SCANS];

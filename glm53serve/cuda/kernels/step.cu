@@ -21,12 +21,15 @@ struct Control {
 struct Shared { volatile u64 head; u64 pad0[7]; volatile u64 loop_end; u64 pad1[7]; volatile int stop; int pad2[15]; volatile int cancel[MAX_ROWS]; };
 
 KERNEL step_begin(const Shared* shared, int* counts, int n, u64* clocks) {
+    const u64 now = clock_ns();
+    WAIT_BEFORE();
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) counts[i] = 0;
-    if (blockIdx.x == 0 && threadIdx.x == 0) clocks[2 * (clocks[2 * CLOCKS] % CLOCKS)] = clock_ns();
+    if (blockIdx.x == 0 && threadIdx.x == 0) clocks[2 * (clocks[2 * CLOCKS] % CLOCKS)] = now;
 }
 
 // One block, a thread a row. clocks: [CLOCKS][2] begin and end of steps, then the step count. ring: [ring_steps][MAX_ROWS][4] = generation, position, token, end.
 KERNEL commit(Control* control, Shared* shared, volatile int* ring, int ring_steps, u64* clocks, const int* chosen, int bucket) {
+    WAIT_BEFORE();
     const int r = threadIdx.x;
     const u64 step = clocks[2 * CLOCKS];
     if (r < bucket) {
@@ -53,15 +56,16 @@ KERNEL commit(Control* control, Shared* shared, volatile int* ring, int ring_ste
     }
     __syncthreads();
     if (r == 0) {
-        clocks[2 * (step % CLOCKS) + 1] = clock_ns();
         clocks[2 * CLOCKS] = step + 1;
         __threadfence_system();
         shared->head = step + 1;
+        clocks[2 * (step % CLOCKS) + 1] = clock_ns();
     }
 }
 
 // End of a body of the device loop: go on while the host says nothing, a row is live and the bound is not reached.
 KERNEL loop_condition(cudaGraphConditionalHandle handle, const Control* control, const Shared* shared, const u64* clocks) {
+    WAIT_BEFORE();
     bool any = false;
     for (int r = 0; r < control->active; ++r) any |= control->live[r] != 0;
     cudaGraphSetConditional(handle, any && !shared->stop && clocks[2 * CLOCKS] < shared->loop_end);

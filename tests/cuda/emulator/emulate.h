@@ -27,7 +27,7 @@ static int fiber_count, fibers_alive;
 static Fiber* self;
 static void* scheduler_stack;
 static Index3 blockIdx, blockDim, gridDim;
-static char dynamic_shared_memory[1 << 18] __attribute__((aligned(128)));
+static char dynamic_shared_memory[1 << 18] __attribute__((aligned(1024)));
 static void (*current_kernel)(void**);
 static void** current_parameters;
 static unsigned conditionals[16];
@@ -155,6 +155,7 @@ static inline void cudaGraphSetConditional(unsigned long long handle, unsigned v
 struct alignas(16) U4 { unsigned x, y, z, w; };
 struct alignas(8) U2 { unsigned x, y; };
 struct alignas(16) F4 { float x, y, z, w; };
+#define WAIT_BEFORE()
 static inline U4 stream16(const U4* p) { return *p; }
 static inline unsigned long long clock_ns() { static unsigned long long t = 0; return t += 32; }
 static inline unsigned round_bf16(float v) {
@@ -180,6 +181,29 @@ static inline void mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
         c[i] += sum;
     }
 }
+static inline void warpgroup_mma(float (*c)[4], const unsigned* a, const unsigned short* tile, int step) {
+    Warp& w = *self->warp;
+    const int side = w.turn & 1, g = self->lane >> 2, t = self->lane & 3;
+    if ((uintptr_t)tile & 1023) { fprintf(stderr, "emulator: a swizzled tile must start at 1,024 bytes\n"); abort(); }
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 2; ++j) w.a[side][g + (i & 1) * 8][2 * t + (i >> 1) * 8 + j] = __uint_as_float(j ? a[i] & 0xffff0000u : a[i] << 16);
+    warp_wait();
+    for (int n = 0; n < 16; ++n)
+        for (int i = 0; i < 4; ++i) {
+            const float* p = w.a[side][g + (i >> 1) * 8];
+            const int token = 8 * n + 2 * t + (i & 1);
+            float sum = 0.0f;
+            for (int k = 0; k < 16; ++k) {
+                const int column = 16 * step + k, piece = (column >> 3) ^ (token & 7);
+                sum += p[k] * __uint_as_float((unsigned)tile[token * 64 + piece * 8 + (column & 7)] << 16);
+            }
+            c[n][i] += sum;
+        }
+}
+static inline void warpgroup_begin() {}
+static inline void warpgroup_commit() {}
+static inline void warpgroup_wait() {}
+static inline void shared_to_tensor_cores() {}
 static inline void gather_matrices(unsigned* r, const unsigned short* row, bool transposed) {
     Warp& w = *self->warp;
     const int side = w.turn & 1, g = self->lane >> 2, t = self->lane & 3;
