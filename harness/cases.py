@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from harness import cases_cancel, cases_turns, cases_wire
-from harness.client import EngineGone, NoAnswer
+from harness.client import DEFAULT_TIMEOUT, EngineGone, NoAnswer
 from harness.frames import ProtocolViolation
-from harness.rig import CASES, CaseResult, Failed, Rig, Skipped
+from harness.rig import CASES, TOLERANCE, CaseResult, Failed, Rig, Skipped
 
 __all__ = ["CASES", "CaseResult", "case_names", "run_case", "run_cases"]
 
@@ -40,7 +40,8 @@ def run_cases(
     env: Mapping[str, str] | None = None,
     *,
     chain: bool = False,
-    tolerance: float = 2e-4,
+    tolerance: float = TOLERANCE,
+    patience: float = DEFAULT_TIMEOUT,
     report: Callable[[CaseResult], None] | None = None,
 ) -> list[CaseResult]:
     """Run cases (all, or the named ones) against an engine; `report` sees each result as it comes. Raises KeyError for an unknown name."""
@@ -48,7 +49,7 @@ def run_cases(
     for name in wanted:
         if name not in CASES:
             raise KeyError(f"no case {name!r}; there are {', '.join(CASES)}")
-    rig = Rig(engine, model, env, chain=chain, tolerance=tolerance)
+    rig = Rig(engine, model, env, chain=chain, tolerance=tolerance, patience=patience)
     results = []
     try:
         for name in wanted:

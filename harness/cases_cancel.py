@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from harness.cases_turns import prime
-from harness.client import Client, HaltLine
+from harness.client import Client, HaltLine, ReuseLine
 from harness.ledger import Turn
 from harness.rig import Failed, Rig, case, ended, expect
 
@@ -60,7 +60,7 @@ def stop(rig: Rig) -> str:
 
 @case
 def cancel_waiting(rig: Rig) -> str:
-    """A waiting turn is cancelled at once and never computed; the one that runs is not touched."""
+    """A waiting turn is cancelled at once and never computed; the one that runs is not touched. CANCEL beats STOP."""
     with rig.start(2, GLM53_PREFILL_CHUNK="4096") as client:
         first = _busy(client, rig)
         second = client.submit(rig.digits(300, 31), 1, 4)
@@ -73,8 +73,18 @@ def cancel_waiting(rig: Rig) -> str:
         said = rig.same(first, rig.fresh(rig.digits(400, 1)))
         line = client.cancel_line(second)
         expect("CANCEL", (line.prompt_tokens, line.emitted, line.filled), (300, 0, 0))
-        if any(getattr(note, "id", 0) == second.id and type(note).__name__ == "ReuseLine" for note in client.notes):
+        if any(isinstance(note, ReuseLine) and note.id == second.id for note in client.notes):
             raise Failed("a REUSE line for a turn that never began")
+        for _ in range(8):
+            both = client.submit(rig.digits(1000, 40), 1, 4)
+            client.wait_accept(both)
+            client.stop(both)
+            client.cancel(both)
+            both.wait()
+            # a turn that was still waiting may have ended by its STOP alone
+            if both.prof is None or both.prof.forwards:
+                break
+        expect("a prefilling turn with STOP and CANCEL ended with", both.outcome, "CANCELLED")
         return f"acknowledged in {1000 * took:.1f} ms; {said}"
 
 

@@ -121,10 +121,14 @@ def own_variables() -> dict[str, str]:
 
 
 class Engine:
-    """An engine process, its three pipes and two reading threads. Frames go to `on_frame` (called under `lock`), and are kept when `keep`."""
+    """An engine process, its three pipes and two reading threads. Frames go to `on_frame` (called under `lock`), and are kept when `keep`.
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, keep: bool = False) -> None:
+    `patience`: seconds any wait lasts that is given no timeout of its own.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, keep: bool = False, patience: float = DEFAULT_TIMEOUT) -> None:
         self.command = list(command)
+        self.patience = patience
         self.started_at = time.monotonic()
         self._process = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=child_environment(env), bufsize=0
@@ -203,7 +207,7 @@ class Engine:
 
     def wait_until(self, what: str, ready: Callable[[], bool], timeout: float | None = None) -> None:
         """Block until `ready()` (asked under the lock). Raises ProtocolViolation, EngineGone or NoAnswer naming `what`."""
-        deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
+        deadline = time.monotonic() + (self.patience if timeout is None else timeout)
         with self.lock:
             while True:
                 if self.violation is not None:
@@ -214,12 +218,12 @@ class Engine:
                     raise EngineGone(f"{what}: the engine ended with exit code {self._process.returncode}; stderr ends {self.stderr_lines[-5:]}")
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise NoAnswer(f"{what}: nothing within {DEFAULT_TIMEOUT if timeout is None else timeout:g} s; stderr ends {self.stderr_lines[-3:]}")
+                    raise NoAnswer(f"{what}: nothing within {self.patience if timeout is None else timeout:g} s; stderr ends {self.stderr_lines[-3:]}")
                 self.lock.wait(min(left, 0.2))
 
     def write(self, data: bytes, timeout: float | None = None) -> float:
         """Write raw bytes to the engine's stdin. Returns the monotonic second just before. Raises EngineGone, NoAnswer."""
-        deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
+        deadline = time.monotonic() + (self.patience if timeout is None else timeout)
         view = memoryview(data)
         with self._stdin_lock:
             fd = self._pipe(self._process.stdin).fileno()
@@ -264,7 +268,7 @@ class Engine:
 
     def wait_exit(self, timeout: float | None = None) -> int:
         """The exit code, once the process has ended and (unless we closed it) all of its output was read. Raises NoAnswer."""
-        limit = DEFAULT_TIMEOUT if timeout is None else timeout
+        limit = self.patience if timeout is None else timeout
         try:
             code = self._process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -309,7 +313,7 @@ class Client(Engine):
         env: Mapping[str, str] | None = None,
         cap: str = "0",
         keep: bool = False,
-        ready_timeout: float | None = None,
+        patience: float = DEFAULT_TIMEOUT,
     ) -> None:
         given = dict(env or {})
         base = {"SERVE": "1", "SERVE_BATCH": "1", "SNAP": str(model), "KV_SLOTS": str(slots), "NGEN": "1024", "GLM53_VERBOSE": "1"}
@@ -317,9 +321,9 @@ class Client(Engine):
         self.ledger = Ledger(accept=merged.get("GLM53_ACCEPT", "1") != "0", caps=merged.get("GLM53_CAPS", "1") != "0")
         self._next_id = 1
         self._sparse_wait = 1.0
-        super().__init__([*engine, cap], merged, keep=keep)
+        super().__init__([*engine, cap], merged, keep=keep, patience=patience)
         try:
-            self.wait_until("READY", lambda: self.ledger.ready or self.ledger.load_fail is not None, ready_timeout)
+            self.wait_until("READY", lambda: self.ledger.ready or self.ledger.load_fail is not None)
             if self.ledger.load_fail is None:
                 with contextlib.suppress(NoAnswer):
                     self.wait_until("the first EMAP", lambda: self.ledger.emap is not None, self._sparse_wait)

@@ -27,10 +27,11 @@ def ask(question: str) -> bytes:
 
 def stream(client: Client, turn: Turn) -> None:
     """Print a turn's text as its frames arrive."""
-    shown = 0
+    shown = seen = 0
     while True:
-        client.wait_until("more text", lambda: len(turn.text) > shown or turn.ended)
-        text, over = turn.text, turn.ended
+        client.wait_tokens(turn, seen + 1)
+        seen, over = len(turn.tokens), turn.ended
+        text = turn.text
         sys.stdout.write(text[shown:].decode("utf-8", "replace"))
         sys.stdout.flush()
         shown = len(text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vk-chain", action="store_true", help="run with the Vulkan chain; the proof case must halt on the device")
     parser.add_argument("--cases", help="only these, separated by commas")
     parser.add_argument("--tolerance", type=float, help="how far two log probabilities may lie apart (default 2e-4; 5e-3 with --vk-chain)")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds the engine has for any one answer (default 120; a software device needs more)")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and what each wants")
     args = parser.parse_args(argv)
     if args.list:
@@ -39,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if not args.model:
         parser.error("--model is needed")
+    if shutil.which(shlex.split(args.engine)[0]) is None:
+        parser.error(f"{args.engine!r} is not an executable")
     names = args.cases.split(",") if args.cases else None
     if unknown := [name for name in names or () if name not in CASES]:
         parser.error(f"no case {unknown[0]!r}; --list shows them")
@@ -50,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     def report(result: CaseResult) -> None:
         print(result.line(), flush=True)
 
-    results = run_cases(shlex.split(args.engine), args.model, names, env, chain=args.vk_chain, tolerance=tolerance, report=report)
+    options = {"tolerance": tolerance, "patience": args.timeout}
+    results = run_cases(shlex.split(args.engine), args.model, names, env, chain=args.vk_chain, report=report, **options)
     counts = Counter(result.status for result in results)
     print(f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} skipped")
     return 1 if counts["FAIL"] else 0

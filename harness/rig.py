@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from harness.client import Client
+from harness.client import DEFAULT_TIMEOUT, Client
 from harness.frames import Score
 from harness.ledger import Turn
 
+TOLERANCE = 2e-4
 Status = Literal["PASS", "FAIL", "SKIP"]
 
 
@@ -70,15 +71,25 @@ def ended(turn: Turn, outcome: str) -> Turn:
 class Rig:
     """The engine under test. `env` goes to every engine that is started; `tolerance` is how far two log probabilities may lie apart.
 
-    `chain`: the prompt's layers are expected to run on a device chain.
+    `chain`: the prompt's layers are expected to run on a device chain. `patience`: seconds the engine has for any one answer.
     """
 
-    def __init__(self, engine: Sequence[str], model: str | Path, env: Mapping[str, str] | None = None, *, chain: bool = False, tolerance: float = 2e-4):
+    def __init__(
+        self,
+        engine: Sequence[str],
+        model: str | Path,
+        env: Mapping[str, str] | None = None,
+        *,
+        chain: bool = False,
+        tolerance: float = TOLERANCE,
+        patience: float = DEFAULT_TIMEOUT,
+    ) -> None:
         self.engine = list(engine)
         self.model = Path(model)
         self.env = dict(env or {})
         self.chain = chain
         self.tolerance = tolerance
+        self.patience = patience
         self._scratch = tempfile.TemporaryDirectory(prefix="glm53-harness-")
         self._oracle: Client | None = None
         self._oracle_slot = 0
@@ -93,7 +104,7 @@ class Rig:
 
     def start(self, slots: int = 1, *, keep: bool = False, cap: str = "0", **extra: str) -> Client:
         """Start an engine and wait for its handshake. Raises Failed when it cannot load the model."""
-        client = Client([*self.engine], self.model, slots=slots, env=self.environment(extra), keep=keep, cap=cap)
+        client = Client([*self.engine], self.model, slots=slots, env=self.environment(extra), keep=keep, cap=cap, patience=self.patience)
         if client.ledger.load_fail is not None:
             fail = client.ledger.load_fail
             client.close()
