@@ -35,12 +35,16 @@ def f32_matrix(values: F32) -> Matrix:
 
 
 class Slots:
-    """Tables by which kernels find a slot's memory: its flat array, then latents and pool keys of each DSA layer held."""
+    """Tables by which kernels find a slot's memory: its flat array, then latents and pool keys of each DSA layer held; and scratch for the
+    scores of all pools of a few rows."""
 
     def __init__(self, config: ModelConfig, layers: range) -> None:
         self.dsa_layers = [i for i in layers if config.layer_kinds[i] == DSA]
+        self.kpool = config.index_kpool
         self.tables: dict[int, NDArray[np.int64]] = {}
         self.room: dict[int, int] = {}
+        self.scores, self.score_room = Cell(), Cell()
+        self._scores: F32 = np.empty((dsa.FEW_ROWS, 0), np.float32)
 
     def latents_at(self, layer: int) -> int:
         """Byte offset of a layer's latents in a table; its pool keys are 8 bytes on."""
@@ -64,6 +68,11 @@ class Slots:
             self.room[slot] = len(store.latents)
         if not self.dsa_layers:
             self.room[slot] = end
+        pools = self.room[slot] // self.kpool + 4
+        if pools > self._scores.shape[1]:
+            self._scores = np.empty((dsa.FEW_ROWS, pools), np.float32)
+            self.scores.set(address(self._scores))
+            self.score_room.set(pools)
 
 
 class GroupMemory:
@@ -421,23 +430,23 @@ class DsaPrograms:
         p.add(dsa.pools.address, pool_arguments)
         weights = g.buffer("index weights", p64(c.index_n_heads))
         p.matmul(self.weigh, x, g.count, weights)
-        arguments = Arguments(
-            dsa.SELECT_FIELDS,
-            count=g.count.at,
-            at=g.first.at,
-            rows=address(g.rows),
-            keys=keys,
-            query=address(queries) + 4 * c.num_heads * p64(c.qk_head_dim),
-            query_stride=queries.strides[0],
-            weights=address(weights),
-            weight_stride=weights.strides[0],
-            heads=c.index_n_heads,
-            size=4 * di,
-            kpool=c.index_kpool,
-            budget=chunk.pools.shape[1],
-            chosen=address(chunk.pools),
-            counts=address(chunk.pool_counts),
-        )
+        fields = {
+            "count": g.count.at,
+            "rows": address(g.rows),
+            "keys": keys,
+            "query": address(queries) + 4 * c.num_heads * p64(c.qk_head_dim),
+            "query_stride": queries.strides[0],
+            "weights": address(weights),
+            "weight_stride": weights.strides[0],
+            "heads": c.index_n_heads,
+            "size": 4 * di,
+            "kpool": c.index_kpool,
+            "budget": chunk.pools.shape[1],
+            "scores": b.slots.scores.at,
+            "room": b.slots.score_room.at,
+        }
+        p.add(dsa.score.address, Arguments(dsa.SCORE_FIELDS, **fields), 4 * b.threads, 4 * b.threads)
+        arguments = Arguments(dsa.SELECT_FIELDS, **fields, at=g.first.at, chosen=address(chunk.pools), counts=address(chunk.pool_counts))
         p.by_row(dsa.select.address, arguments)
 
 

@@ -118,9 +118,15 @@ def pools(a, chunk, chunks):
                 s.st(raw + (kp - 1 + j) * size + i, s.ld(source + gate + i))
 
 
-SELECT_FIELDS = ("count", "at", "rows", "keys", "query", "query_stride", "weights", "weight_stride", "heads", "size", "kpool", "budget", "chosen", "counts")
+SCORE_FIELDS = ("count", "rows", "keys", "query", "query_stride", "weights", "weight_stride", "heads", "size", "kpool", "budget", "scores", "room")
+"""scores: address of the address of float32 [FEW_ROWS, room], room: address of its pools a row."""
+_W_COUNT, _W_ROWS, _W_KEYS, _W_Q, _W_QS, _W_W, _W_WS, _W_HEADS, _W_SIZE, _W_KP, _W_BUDGET, _W_SCORES, _W_ROOM = offsets(SCORE_FIELDS)
+FEW_ROWS = 8
+"""Up to so many rows are scored by all threads together, pool by pool; more are shared out by row."""
+
+SELECT_FIELDS = (*SCORE_FIELDS, "at", "chosen", "counts")
 """chosen int32 [rows, budget] ascending, counts int64 [rows]: pools chosen, or -1 for all."""
-_T_COUNT, _T_AT, _T_ROWS, _T_KEYS, _T_Q, _T_QS, _T_W, _T_WS, _T_HEADS, _T_SIZE, _T_KP, _T_BUDGET, _T_CHOSEN, _T_COUNTS = offsets(SELECT_FIELDS)
+_T_AT, _T_CHOSEN, _T_COUNTS = offsets(SELECT_FIELDS)[-3:]
 
 
 @njit("void(int64, int64, int64, int64, int64, int64, int64)", **_JIT)
@@ -193,22 +199,44 @@ def best_pools(scores, count, budget, chosen):
 
 
 @cfunc(KERNEL, **_CFUNC)
+def score(a, chunk, chunks):
+    """Chunk of the pools of every row, when there are few rows; where all pools fit nothing is scored."""
+    rows, kp, size = s.ldi(s.ldi(a + _W_COUNT)), s.ldi(a + _W_KP), s.ldi(a + _W_SIZE)
+    if rows > FEW_ROWS:
+        return
+    for row in range(rows):
+        info = s.ldi(a + _W_ROWS) + row * _ROW_BYTES
+        complete = (s.ldi(info) + 1) // kp
+        first, last = complete * chunk // chunks, complete * (chunk + 1) // chunks
+        if complete <= s.ldi(a + _W_BUDGET) or first == last:
+            continue
+        query, weights = s.ldi(a + _W_Q) + row * s.ldi(a + _W_QS), s.ldi(a + _W_W) + row * s.ldi(a + _W_WS)
+        keys = s.ldi(s.ldi(info + 8) + s.ldi(a + _W_KEYS)) + first * size
+        out = s.ldi(s.ldi(a + _W_SCORES)) + 4 * (row * s.ldi(s.ldi(a + _W_ROOM)) + first)
+        index_scores(query, s.ldi(a + _W_HEADS), size, weights, keys, last - first, out)
+
+
+@cfunc(KERNEL, **_CFUNC)
 def select(a, chunk, chunks):
-    """Pools of each row; where all fit nothing is scored."""
-    rows, first = s.ldi(s.ldi(a + _T_COUNT)), s.ldi(s.ldi(a + _T_AT))
-    kp, budget, size = s.ldi(a + _T_KP), s.ldi(a + _T_BUDGET), s.ldi(a + _T_SIZE)
+    """Pools of each row."""
+    rows, first = s.ldi(s.ldi(a + _W_COUNT)), s.ldi(s.ldi(a + _T_AT))
+    kp, budget, size = s.ldi(a + _W_KP), s.ldi(a + _W_BUDGET), s.ldi(a + _W_SIZE)
     for row in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
-        info = s.ldi(a + _T_ROWS) + row * _ROW_BYTES
+        info = s.ldi(a + _W_ROWS) + row * _ROW_BYTES
         complete = (s.ldi(info) + 1) // kp
         if complete <= budget:
             s.sti(s.ldi(a + _T_COUNTS) + 8 * (first + row), -1)
             continue
-        scores = np.empty(complete, np.float32)
-        query, weights = s.ldi(a + _T_Q) + row * s.ldi(a + _T_QS), s.ldi(a + _T_W) + row * s.ldi(a + _T_WS)
-        index_scores(query, s.ldi(a + _T_HEADS), size, weights, s.ldi(s.ldi(info + 8) + s.ldi(a + _T_KEYS)), complete, scores.ctypes.data)
-        best_pools(scores.ctypes.data, complete, budget, s.ldi(a + _T_CHOSEN) + (first + row) * 4 * budget)
+        own = np.empty(complete, np.float32)
+        scores = own.ctypes.data
+        if rows <= FEW_ROWS:
+            scores = s.ldi(s.ldi(a + _W_SCORES)) + 4 * row * s.ldi(s.ldi(a + _W_ROOM))
+        else:
+            query, weights = s.ldi(a + _W_Q) + row * s.ldi(a + _W_QS), s.ldi(a + _W_W) + row * s.ldi(a + _W_WS)
+            index_scores(query, s.ldi(a + _W_HEADS), size, weights, s.ldi(s.ldi(info + 8) + s.ldi(a + _W_KEYS)), complete, scores)
+        best_pools(scores, complete, budget, s.ldi(a + _T_CHOSEN) + (first + row) * 4 * budget)
         s.sti(s.ldi(a + _T_COUNTS) + 8 * (first + row), budget)
-        s.keep(scores)
+        s.keep(own)
 
 
 ATTEND_FIELDS = ("count", "at", "rows", "latents", "query", "query_stride", "heads", "size", "scale", "kpool", "budget", "chosen", "counts", "form")
