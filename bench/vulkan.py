@@ -150,17 +150,15 @@ def step_bytes(layers: VulkanLayers, depth: int) -> int:
     return total
 
 
-def copy_bandwidth(device: Device, rows: int, width: int) -> float:
-    """Bytes a second, read and written, of a kernel that copies `rows` x `width` floats (attn_sum of one part)."""
-    nbytes = 4 * rows * width
-    source, target, parameters, halt = device.local(nbytes), device.local(nbytes), device.local(4096), device.host(64)
+def copy_bandwidth(device: Device, nbytes: int) -> float:
+    """Bytes a second, read and written, of the copy kernel over ranges of `nbytes`."""
+    source, target, halt = device.local(nbytes), device.local(nbytes), device.host(64)
     device.zero([source, target])
-    device.put(parameters, np.array([rows], np.uint32))
     commands, queue = Commands(device), Queue(device)
-    commands.begin(device.bind([halt, parameters], device.common_layout))
+    commands.begin(device.bind([halt, device.dummy], device.common_layout))
     for _ in range(20):
-        groups = (-(-width // 128), rows, 1)
-        commands.dispatch(device.pipeline("attn_sum", {0: 0}), device.bind([source, target]), struct.pack("2I", width, 1), groups)
+        push, groups = struct.pack("I", nbytes // 16), (min(8192, nbytes // 4096), 1, 1)
+        commands.dispatch(device.pipeline("copy"), device.bind([source, target]), push, groups)
         commands.kernel_barrier()
     commands.end()
     best = 0.0
@@ -304,7 +302,7 @@ def main() -> int:
         except VulkanUnavailable as unavailable:
             print(unavailable.reason, file=sys.stderr)
             return 1
-        copy = copy_bandwidth(device, 256, 1 << 20 if device.info.kind == "discrete" else 1 << 14)
+        copy = copy_bandwidth(device, 1 << 30 if device.info.kind == "discrete" else 1 << 24)
         found = measure(device, config, rows, args.chunk, 64, args.steps, args.cancels, args.profile)
         found["copy GB/s"] = copy / 1e9
         found["decode share of copy"] = found["decode GB/s"] * 1e9 / copy

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from glm53serve.vulkan.state import NONE, KdaState, PageCopies, Pages, SavedStat
 F32 = NDArray[np.float32]
 T = TypeVar("T")
 IN_FLIGHT = 2
+COPY_FLOATS = 1 << 19
 HEADER_WORDS, ROW_WORDS, SPAN_WORDS = 16, 4, 8
 
 
@@ -40,6 +41,21 @@ class _Flight:
     group: int | None
     graph: tuple[int, int]
     submitted: float
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One `forward`: its row groups, what is on its way, and how many groups were filled in, have landed and were collected."""
+
+    groups: list[Group]
+    streams: F32
+    out: F32
+    flights: deque[_Flight] = field(default_factory=deque)
+    touched: set[int] = field(default_factory=set)
+    filled: int = 0
+    landed: int = 0
+    collected: int = 0
+    layer: int = 0
 
 
 class VulkanLayers:
@@ -212,32 +228,31 @@ class VulkanLayers:
         """All layers over the rows: streams float32 [rows, hc_mult, H] -> the same shape (see `seam.Layers.forward`)."""
         started = self._last_landing = time.perf_counter()
         self.observed.clear()
-        groups = list(cut(batch, self.sizes.rows))
+        passing = _Pass(list(cut(batch, self.sizes.rows)), streams, np.empty_like(streams))
         wakes = self._arm(halt)
-        out = np.empty_like(streams)
-        flights: deque[_Flight] = deque()
         try:
-            for flight in self._submissions(groups, streams):
-                flights.append(flight)
-                while len(flights) >= IN_FLIGHT:
-                    self._land(flights, groups, out, wakes)
-            while flights:
-                self._land(flights, groups, out, wakes, last=len(flights) == 1)
+            for flight in self._submissions(passing):
+                passing.flights.append(flight)
+                while len(passing.flights) >= IN_FLIGHT:
+                    self._land(passing, wakes)
+                self._catch_up(passing)
+            while passing.flights:
+                self._land(passing, wakes, last=len(passing.flights) == 1)
+            self._catch_up(passing)
         finally:
-            self._disarm(flights)
+            self._disarm(passing.flights)
         for slot in {span.slot for span in batch.spans}:
             self._pages.commit(slot)
         self._note(batch.rows, time.perf_counter() - started)
         self._adapt()
-        return out
+        return passing.out
 
-    def _submissions(self, groups: list[Group], streams: F32) -> Iterator[_Flight]:
+    def _submissions(self, passing: _Pass) -> Iterator[_Flight]:
         """Submit segment after segment, one each time the caller comes back for the next."""
-        touched: set[int] = set()
-        for number, group in enumerate(groups):
+        for number, group in enumerate(passing.groups):
             graph = self._graph(group)
-            self._fill(number % 2, group, streams, touched)
-            touched.update(piece.slot for piece in group.pieces)
+            while passing.filled <= number:
+                self._fill(passing)
             entry, leave = self._entry(number % 2, graph.bucket)
             last = len(graph.segments) - 1
             for i, segment in enumerate(graph.segments):
@@ -246,24 +261,46 @@ class VulkanLayers:
                 key = (graph.bucket, graph.spans)
                 yield _Flight(self._queue.submit(buffers), segment.layer, number if i == last else None, key, submitted)
 
-    def _land(self, flights: deque[_Flight], groups: list[Group], out: F32, wakes: int | None, last: bool = False) -> None:
-        """Wait for the oldest submission, take its rows if it ends a group, and ask whether to go on. Raises Halted."""
-        flight = flights[0]
-        done = self._queue.wait(flight.number, wakes)
-        if done:
-            flights.popleft()
+    def _land(self, passing: _Pass, wakes: int | None, last: bool = False) -> None:
+        """Wait for the oldest submission and ask whether to go on. Raises Halted."""
+        flight = passing.flights[0]
+        if self._queue.wait(flight.number, wakes):
+            passing.flights.popleft()
             now = time.perf_counter()
             self.observed.setdefault(flight.graph, []).append(now - max(flight.submitted, self._last_landing))
             self._last_landing = now
             if flight.group is not None:
-                group = groups[flight.group]
-                rows = self._rings[flight.group % 2][2].view()[: group.rows * self._stride]
-                hidden = self.config.hidden_size
-                out[group.first : group.first + group.rows] = rows.reshape(group.rows, self.config.hc_mult, -1)[:, :, :hidden]
+                passing.landed += 1
+        passing.layer = passing.flights[0].layer if passing.flights else flight.layer
         with self._lock:
             asking, interrupted = self._asking, self._interrupted
         if interrupted or (asking is not None and not last and asking()):
-            raise Halted(flights[0].layer if flights else flight.layer, on_device=True)
+            raise Halted(passing.layer, on_device=True)
+
+    def _catch_up(self, passing: _Pass) -> None:
+        """The host's copies, while the device works on what was just submitted: rows of groups that landed, and the rows of the group after the
+        next, whose place is free once the group before it has landed."""
+        while passing.collected < passing.landed:
+            self._collect(passing)
+        while passing.filled < min(passing.landed + 2, len(passing.groups)):
+            self._fill(passing)
+
+    def _collect(self, passing: _Pass) -> None:
+        """Take a landed group's rows."""
+        group = passing.groups[passing.collected]
+        rows = self._rings[passing.collected % 2][2].view()[: group.rows * self._stride].reshape(group.rows, self.config.hc_mult, -1)
+        hidden = self.config.hidden_size
+        for at in self._slices(group.rows, passing):
+            passing.out[group.first + at.start : group.first + at.stop] = rows[at, :, :hidden]
+        passing.collected += 1
+
+    def _slices(self, rows: int, passing: _Pass) -> Iterator[slice]:
+        """Rows in slices of about two megabytes; an interrupt does not wait for a whole group's copy. Raises Halted."""
+        step = max(1, COPY_FLOATS // self._stride)
+        for at in range(0, rows, step):
+            if self._interrupted and (passing.flights or passing.landed):
+                raise Halted(passing.layer, on_device=True)
+            yield slice(at, min(at + step, rows))
 
     def _arm(self, halt: Halt) -> int | None:
         with self._lock:
@@ -324,25 +361,29 @@ class VulkanLayers:
             self._entries[ring, bucket] = entry, record_exit(self.device, x, out.part(0, size))
         return self._entries[ring, bucket]
 
-    def _fill(self, ring: int, group: Group, streams: F32, touched: set[int]) -> None:
-        """Write a group's parameters and rows where the device will copy them from. A slot's first piece of a pass reads its page, later ones
-        what the pass wrote before."""
-        parameters, into, _ = self._rings[ring]
+    def _fill(self, passing: _Pass) -> None:
+        """Write the next group's parameters and rows where the device will copy them from. A slot's first piece of a pass reads its page, later
+        ones what the pass wrote before."""
+        group = passing.groups[passing.filled]
+        parameters, into, _ = self._rings[passing.filled % 2]
         words = parameters.view(np.uint32)
         spans_at = HEADER_WORDS + ROW_WORDS * self.sizes.rows
         words[0:3] = group.rows, len(group.pieces), spans_at
         row = 0
         for number, piece in enumerate(group.pieces):
             position, target = self._pages.position(piece.slot), self._pages.target(piece.slot)
-            source = target if piece.slot in touched else NONE if position.fresh else position.page
+            source = target if piece.slot in passing.touched else NONE if position.fresh else position.page
             words[spans_at + SPAN_WORDS * number : spans_at + SPAN_WORDS * number + 4] = row, piece.count, source, target
             table = words[HEADER_WORDS + ROW_WORDS * row : HEADER_WORDS + ROW_WORDS * (row + piece.count)].reshape(-1, ROW_WORDS)
             table[:, 0], table[:, 2] = piece.slot, number
             table[:, 3] = np.arange(piece.count)
             table[:, 1] = table[:, 3] + piece.start
             row += piece.count
+            passing.touched.add(piece.slot)
         place = into.view()[: group.rows * self._stride].reshape(group.rows, self.config.hc_mult, -1)
-        place[:, :, : self.config.hidden_size] = streams[group.first : group.first + group.rows]
+        for at in self._slices(group.rows, passing):
+            place[at, :, : self.config.hidden_size] = passing.streams[group.first + at.start : group.first + at.stop]
+        passing.filled += 1
 
     def _note(self, rows: int, seconds: float) -> None:
         """Time is split by layer halves in the shares of their estimated work."""

@@ -104,8 +104,9 @@ class Linear:
         epilogue = {4: int(swiglu is not None)}
         if bucket <= VECTOR_ROWS:
             together = min(bucket, 4)
-            constants = {2: 4, 3: together, **epilogue}
-            return Op(f"gemv_{piece.format}", constants, buffers, push, (-(-piece.rows // 4), -(-bucket // together), self.groups), *cost)
+            rows = vector_rows(piece.format, together)
+            constants = {2: rows, 3: together, **epilogue}
+            return Op(f"gemv_{piece.format}", constants, buffers, push, (-(-piece.rows // rows), -(-bucket // together), self.groups), *cost)
         if self.units:
             blocks = tile or unit_blocks(bucket)
             groups = (-(-piece.rows // UNITS_COLUMNS), -(-bucket // (16 * blocks)), self.groups)
@@ -113,6 +114,11 @@ class Linear:
         per_thread = tile or tile_rows(bucket, piece.rows * self.groups)
         groups = (-(-piece.rows // 64), -(-bucket // (16 * per_thread)), self.groups)
         return Op(f"gemm_{piece.format}", {2: per_thread, **epilogue}, buffers, push, groups, *cost, first_tile_at=FIRST_TILE_AT)
+
+
+def vector_rows(kind: MatrixFormat, together: int) -> int:
+    """Weight rows of a workgroup of the vector kernel: short rows are taken eight at a time, or starting a workgroup costs as much as its work."""
+    return 8 if kind == "int4" and together == 1 else 4
 
 
 def tile_rows(bucket: int, columns: int) -> int:
@@ -210,8 +216,9 @@ class ExpertMatrices:
             share_of = used / max(1, self.arenas[-1].last)
             cost = (2.0 * bucket * topk * self.rows * self.cols / len(self.arenas), arena.weights.nbytes * share_of)
             if bucket <= VECTOR_ROWS:
-                constants = {2: 4, 3: 1, 5: topk, **epilogue}
-                made.append(Op(f"gemv_expert_{arena.format}", constants, [*buffers, ids], push, (-(-self.rows // 4), bucket * topk, 1), *cost))
+                rows = vector_rows(arena.format, 1)
+                constants = {2: rows, 3: 1, 5: topk, **epilogue}
+                made.append(Op(f"gemv_expert_{arena.format}", constants, [*buffers, ids], push, (-(-self.rows // rows), bucket * topk, 1), *cost))
             else:
                 kernel, columns = ("gemm_coop", UNITS_COLUMNS) if self.units else ("gemm", 64)
                 groups, bound = (-(-self.rows // columns), most, 1), [*buffers, table, order]

@@ -30,7 +30,7 @@ FORMATS = {"f32": 0, "bf16": 1, "fp8": 2, "int8": 3, "int4": 4}
 
 
 def _variants() -> dict[str, tuple[str, list[str]]]:
-    plain = "hc_dots hc_pre hc_post kda_prep kda kda_out dsa_norm dsa_pool dsa_score dsa_topk attn_scores attn_softmax attn_mix attn_sum route moe_sort"
+    plain = "hc_dots hc_pre hc_post kda_prep kda kda_out dsa_norm dsa_pool dsa_score dsa_topk attn_scores attn_softmax attn_mix attn_sum route moe_sort copy"
     found = {name: (f"{name}.comp", list[str]()) for name in plain.split()}
     for name, number in FORMATS.items():
         for kernel in ("gemv", "gemm", "gemm_coop"):

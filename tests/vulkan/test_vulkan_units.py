@@ -42,7 +42,8 @@ def test_product_agrees_with_float64(units: Device, fmt: MatrixFormat, rows: int
     source, out = bench.buffer(padded_rows(x, padded(k))), bench.empty(rows, n + 2)
     bench.run(linear.ops(rows, Target(source, padded(k)), Target(out, n + 2, 1), tile=blocks))
     got = bench.read(out, (rows, n + 2))
-    assert close(got[:, 1:-1], x.astype(np.float32).astype(np.float64) @ quant.dequantise(matrix).astype(np.float64).T)
+    # a driver may flush the small parts' subnormals (2^-14): 7e-6 here
+    assert close(got[:, 1:-1], x.astype(np.float32).astype(np.float64) @ quant.dequantise(matrix).astype(np.float64).T, 1e-5)
     assert (got[:, [0, -1]] == 7).all()
 
 

@@ -5,9 +5,7 @@
 // columns at a time; the sums meet in shared memory in a fixed order, so a row's bits do not depend on RB.
 #define WG 64u
 // Blocks of eight columns that an invocation has under way for each row: enough bytes to cover the way to memory.
-#if FMT == 4
-#define DEPTH 4u
-#elif FMT >= 2
+#if FMT >= 2
 #define DEPTH 2u
 #else
 #define DEPTH 1u
