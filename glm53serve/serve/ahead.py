@@ -43,6 +43,18 @@ class Ahead:
     emitter: Emitter
     _rows: dict[int, _Row] = field(default_factory=dict)
 
+    def places(self, turns: list[Turn]) -> list[Turn]:
+        """Those of the turns that the device decodes: the ones it has, and as many others as its largest bucket still takes."""
+        assert self.engine.ahead is not None
+        room = max(0, self.engine.ahead.device.buckets[-1] - len(self._rows))
+        others = [turn for turn in turns if turn.slot.index not in self._rows]
+        taken = others[:room]
+        return [turn for turn in turns if turn.slot.index in self._rows or turn in taken]
+
+    def held(self) -> list[Turn]:
+        """The turns in the loop."""
+        return [row.turn for row in self._rows.values()]
+
     def turn(self, turns: list[Turn], drain: bool) -> tuple[int, int]:
         """Let new turns join, harvest what the device committed, end what ended. `drain`: nothing may be outstanding afterwards.
 

@@ -216,8 +216,8 @@ class Daemon:
         """In the reader thread: rows of a cancelled or stopped turn are in a pass."""
         if turn.phase is Phase.PREFILL:
             self._engine.interrupt()
-        elif self._engine.ahead is not None:
-            self._engine.ahead.cancel(turn.slot.index)
+        elif (ahead := self._engine.ahead) is not None:
+            ahead.cancel(turn.slot.index)
 
     # -- ends of turns
 

@@ -155,12 +155,15 @@ class Schedule:
 
     def _step(self, turns: list[Turn], chunk_next: bool) -> None:
         """One step of every decoding turn: ahead on the device where that is possible, row by row with the host otherwise."""
-        ahead = [turn for turn in turns if self._ahead is not None and not turn.scores and not self._rewind]
+        ahead = self._ahead.places([turn for turn in turns if not turn.scores and not self._rewind]) if self._ahead is not None else []
         if self._ahead is not None and ahead:
             try:
                 steps, rows = self._ahead.turn(ahead, drain=chunk_next or len(ahead) < len(turns))
             except DeviceLost as lost:
                 self._lose_device(lost)
+                return
+            except Exception as error:  # noqa: BLE001 - whatever fails in a step costs its turns, never the daemon
+                self._lose_ahead(error)
                 return
             self.steps += steps
             self.step_rows += rows
@@ -225,6 +228,17 @@ class Schedule:
         self._ahead = None
         for turn in turns:
             self._end(turn, End.FAILED, "DEVICE_LOST")
+
+    def _lose_ahead(self, error: Exception) -> None:
+        """Where the device stands with its rows is unknown: their turns are over, and steps go through the host from now on."""
+        assert self._ahead is not None
+        turns = self._ahead.held()
+        detail = self._explain(error)
+        self._say(f"decoding ahead of the host failed ({error}): going on step by step")
+        self._ahead = self._engine.ahead = None
+        for turn in turns:
+            self._engine.empty(turn.slot)
+            self._end(turn, End.FAILED, detail)
 
     def _explain(self, error: Exception) -> str:
         if self._verbose:

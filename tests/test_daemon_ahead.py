@@ -1,0 +1,67 @@
+"""Decoding on a device that runs ahead: more turns than it takes rows, and a device that fails."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from glm53serve.engine.launch_ahead import DecodeLoop
+from tests.served import Fresh, Served, load_tiny, same, tiny_model
+from tests.step_device import EngineStepDevice
+
+PROMPTS = [b"one two", b"three", b"4 5 6", b"seven eight nine", b"t"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def fresh(model: Path) -> Fresh:
+    return Fresh(load_tiny(model, 1))
+
+
+class SmallDevice(EngineStepDevice):
+    """Takes two rows; raises `failure` once when it is waited for, if there is one."""
+
+    buckets = (1, 2)
+    failure: Exception | None = None
+
+    def wait(self, step: int) -> None:
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        super().wait(step)
+
+
+def start(model: Path, usage: Path) -> tuple[Served, SmallDevice]:
+    loaded = load_tiny(model, len(PROMPTS))
+    device = SmallDevice(loaded.engine, random.Random(3))
+    loaded.engine.ahead = DecodeLoop(device, depth=2)
+    return Served(loaded, usage), device
+
+
+def test_more_turns_than_the_device_has_rows(model: Path, fresh: Fresh, tmp_path: Path) -> None:
+    served, _ = start(model, tmp_path / "usage")
+    for _ in range(2):
+        turns = [served.submit(prompt, slot, max_tokens=30 + 5 * slot, logprobs=0) for slot, prompt in enumerate(PROMPTS)]
+        for turn, prompt in zip(turns, PROMPTS, strict=True):
+            served.wait(turn)
+            assert turn.outcome == "DONE" and turn.text == b"".join(text for text, _ in fresh.answer(prompt, turn.max_tokens))
+    assert served.close() == 0
+
+
+def test_a_device_that_fails_costs_its_turns_and_nothing_else(model: Path, fresh: Fresh, tmp_path: Path) -> None:
+    served, device = start(model, tmp_path / "usage")
+    served.wait(served.submit(PROMPTS[0], 0, max_tokens=3, logprobs=0))
+    device.failure = RuntimeError("the device says no")
+    failed = served.wait(served.submit(PROMPTS[1], 1, max_tokens=20, logprobs=0))
+    assert failed.outcome == "INTERNAL"
+    assert any("the device says no" in line for line in served.log)
+    for slot in (0, 1):
+        turn = served.wait(served.submit(PROMPTS[2], slot, max_tokens=6))
+        assert same(served.said(turn), fresh.answer(PROMPTS[2], 6))
+    assert served.close() == 0
