@@ -218,11 +218,14 @@ class VulkanLayers:
         or none, and does nothing. Otherwise the halt word is written (kernels that start from now on leave at once) and the wait ends.
         """
         with self._lock:
-            if self._asking is None or self._interrupted or not self._asking():
+            if self.device.lost or self._asking is None or self._interrupted or not self._asking():
                 return
             self._interrupted = True
             self._halt_word.view(np.uint32)[0] = 1
-            self._queue.wake()
+            try:
+                self._queue.wake()
+            except DeviceLost:
+                self.device.lost = True  # the pass that runs will meet it and say so
 
     def forward(self, streams: F32, batch: Batch, halt: Halt = never) -> F32:
         """All layers over the rows: streams float32 [rows, hc_mult, H] -> the same shape (see `seam.Layers.forward`)."""
@@ -321,8 +324,9 @@ class VulkanLayers:
     # --- recorded work -----------------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Record the graphs of single rows and of full row groups now instead of at their first use."""
-        for key in ((1, 1), (self.sizes.rows, 1)):
+        """Record the graphs of single rows, of a row for every slot and of full row groups now instead of at their first use."""
+        together = self._bucket(min(self.sizes.slots, self.sizes.rows))
+        for key in ((1, 1), (together, together), (self.sizes.rows, 1)):
             self._recorded(*key)
 
     def _bucket(self, rows: int) -> int:
