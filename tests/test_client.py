@@ -204,7 +204,9 @@ def test_scores_out_of_order_are_violations(answers: bytes) -> None:
         play(answers, turns=(Turn(1, max_tokens=1, logprobs=1),))
 
 
-@pytest.mark.parametrize("hello", [b"CAPS vision=0 slots=2\n", b"\x01\x01READY\x01\x01\nSTAT 0 0.00 0.0 0.3\n", b"LOAD_FAIL kind=io x\nCAPS vision=0 slots=1\n"])
+@pytest.mark.parametrize(
+    "hello", [b"CAPS vision=0 slots=2\n", b"\x01\x01READY\x01\x01\nSTAT 0 0.00 0.0 0.3\n", b"LOAD_FAIL kind=io x\nCAPS vision=0 slots=1\n"]
+)
 def test_a_handshake_out_of_order_is_a_violation(hello: bytes) -> None:
     with pytest.raises(ProtocolViolation):
         play(hello=hello)
