@@ -84,6 +84,10 @@ class CpuLayers:
         """Empty a slot."""
         self._open[slot].reset()
 
+    def state(self, slot: int) -> SlotState:
+        """The slot's state itself, for a backend that shares these layers and moves it."""
+        return self._open[slot]
+
     def snapshot(self, slot: int) -> None:
         """Copy what a chunk changes in place into the one buffer, allocated at first use. Raises MemoryError when there is none to be had."""
         flat = self._open[slot].flat
