@@ -200,8 +200,6 @@ def bench_check(bed: Bed) -> None:
 
 def bench_probe(bed: Bed) -> None:
     """What the gap between two graphs depends on: bodies of no kernel, of many small ones, of many with large parameters."""
-    import ctypes
-
     device, decoder = bed.device, bed.decoder
     plain = bed.layers.scratch.plain
     e = bed.config.n_routed_experts
@@ -214,25 +212,38 @@ def bench_probe(bed: Bed) -> None:
 
         return device.record(step)
 
-    def small() -> None:
-        for _ in range(100):
-            device.launch("moe_list", (8,), 256, [plain["ids"], 8, plain["counts"], e, 16, plain["list"], plain["groups"]])
+    def products(count: int):  # type: ignore[no-untyped-def]
+        from glm53serve.cuda.products import product
 
-    def pause() -> None:
-        device.launch("busy", (1,), 32, [ctypes.c_uint64(300_000)])
+        moe = next(layer.ffn for layer in bed.model.layers if isinstance(layer.ffn, MoeOnDevice))
+        x = bed.layers.scratch.split["x"]
+        return lambda: [bed.layers.pipeline._products(1, [product(moe.router, x, plain["router"], e)]) for _ in range(count)]
 
-    def head() -> None:
-        bed.layers.pipeline.logits(1, decoder.logits_room)
+    def some(layers: list[int]):  # type: ignore[no-untyped-def]
+        def body() -> None:
+            everything = bed.model.layers
+            bed.model.layers = [everything[i] for i in layers]
+            bed.layers.pipeline.layers(1, decoder._arrays(), 1)
+            bed.model.layers = everything
 
-    for name, body in (("busy kernel", pause), ("100 small kernels", small), ("busy + small", lambda: (pause(), small())), ("head", head), ("10 heads", lambda: [head() for _ in range(10)])):
+        return body
+
+    everything = list(range(len(bed.model.layers)))
+    bodies = [("100 products", products(100)), ("layer 0 (KDA, dense)", some([0])), ("layer 3 (DSA, MoE)", some([3])), ("layer 4 (KDA, MoE)", some([4])),
+              ("all layers", some(everything))]  # fmt: skip
+    for name, body in bodies:
         for overlap in (True, False):
             device.overlap = overlap
             graph = record(body)
-            for _ in range(60):
-                graph.launch()
-            device.synchronize()
-            gap, step = bed.gaps(50)
-            say(f"probe, {name}, overlap {overlap}: gap {percentiles(gap)} us, step {np.median(step):.1f} us")
+            for queued in (60, 2):
+                start = decoder.committed()
+                for i in range(60):
+                    graph.launch()
+                    while queued == 2 and decoder.committed() < start + i:
+                        pass
+                device.synchronize()
+                gap, step = bed.gaps(50)
+                say(f"probe, {name}, overlap {overlap}, {queued} queued: gap {percentiles(gap)} us, step {np.median(step):.1f} us")
     device.overlap = True
 
 

@@ -199,7 +199,7 @@ class Pipeline:
                 [plain["index_query"], plain["index_weights"], c.index_n_heads, c.index_n_heads, di, c.index_kpool, keep, first, plain["key"], plain["index_gate"],
                  at.slot, at.position, at.span_end, at.live, st.block, ctypes.c_int64(st.stride), ctypes.c_int64(st.tail_at[index]), st.pools_table(index),
                  plain["scores"], lds],
-                4 * (32 * (di + 4) + 64 * di),
+                4 * (32 * (di + 4) + 32 * di),
             )  # fmt: skip
             arguments = [plain["scores"], lds, c.index_kpool, keep, first, at.position, at.live, plain["selected"], s.selection, plain["selected_count"]]
             self.device.launch("dsa_select", (here,), 256, arguments)
@@ -256,7 +256,7 @@ class Pipeline:
         self._products(rows, jobs)
         counts = plain["counts"].at(4 * held * e)
         self.device.launch(
-            "route", (rows,), 32,
+            "route", (rows,), 256,
             [plain["router"], e, w.bias, e, k, c.n_group, c.topk_group, int(c.norm_topk_prob), c.routed_scaling_factor, at.slot, at.live, plain["ids"], plain["weights"],
              counts, self.uses.at(4 * held * e), ctypes.c_int64(self.use_stride)],
             4 * (2 * e + c.n_group),

@@ -11,7 +11,9 @@ from glm53serve.cuda.scratch import SplitRows
 OUT_F32, OUT_SPLIT, OUT_SWIGLU = 0, 1, 2
 MAP_SAME, MAP_TOKEN, MAP_SORTED, MAP_PAIR = 0, 1, 2, 3
 GEMM_TILES = 16
-GEMM_SHARED = 65536 + 1024
+SKINNY_BLOCKS = 396
+"""Blocks of a skinny product an H200 runs at once; beyond that a block does several rounds."""
+GEMM_SHARED = 1024 + 4 * 16384 + 4 * 16 * 2048  # the swizzled tiles' alignment, activations, weights; the exact kernel takes less
 
 
 @dataclass(slots=True)
@@ -86,8 +88,9 @@ def run_products(device: Device, rows: int, jobs: list[Job], token_tile: int, ex
         by_expert = bool(job.table) and experts is not None
         if skinny:
             groups = experts.most if by_expert and experts else job.groups
-            tiles_a_warp = 1 if skinny_columns(rows) == 4 else 2
-            blocks += groups * -(-job.tiles // (8 // job.slices * tiles_a_warp))
+            rounds = -(-job.tiles // (8 // job.slices))
+            job.repeat = max(1, min(8, groups * rounds // SKINNY_BLOCKS))
+            blocks += groups * -(-rounds // job.repeat)
         else:
             job.token_tiles = experts.most if by_expert and experts else -(-rows // token_tile)
             blocks += job.token_tiles * -(-job.tiles // GEMM_TILES) * (1 if by_expert else job.groups)

@@ -198,7 +198,7 @@ class Job(ctypes.Structure):
         ("first_block", ctypes.c_int),
         ("token_tiles", ctypes.c_int),
         ("limit", ctypes.c_float),
-        ("pad", ctypes.c_int),
+        ("repeat", ctypes.c_int),
     )
 
 

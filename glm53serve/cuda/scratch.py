@@ -9,7 +9,7 @@ from glm53serve.cuda.runtime import MAX_ROWS, Buffer, Device, Pointer
 from glm53serve.model.config import DSA, KDA, SPARSE, ModelConfig
 
 SLACK = 1024
-DECODE_SPLIT = 64
+DECODE_SPLIT = 32
 """Selected tokens one block attends in a pass of few rows."""
 GROUP_ROWS = 512
 """Rows that attend together in a pass of many rows; between groups the pass may stop."""

@@ -180,18 +180,34 @@ __device__ __forceinline__ void attend(const u16* q_high, const u16* q_low, int 
 KERNEL __launch_bounds__(256, 1) attend_exact(ATTEND_ARGUMENTS) { attend<true>(q_high, q_low, ldq, scale, slot, rows_at, R, selected, ld, counts, first_row, per_split, c_high, c_low, ldc, partial); }
 KERNEL __launch_bounds__(256, 1) attend_fast(ATTEND_ARGUMENTS) { attend<false>(q_high, q_low, ldq, scale, slot, rows_at, R, selected, ld, counts, first_row, per_split, c_high, c_low, ldc, partial); }
 
+#define MOST_SPLITS 1024
 // Splits of a row put together in order: c split, [row][HEADS][ldc]. grid (HEADS, rows), 128 threads.
 KERNEL attend_join(const float* partial, int splits, int per_split, const int* counts, int first_row, int R, u16* c_high, u16* c_low, int ldc) {
+    __shared__ float weight[MOST_SPLITS];
+    __shared__ float room[32];
     WAIT_BEFORE();
     const int head = blockIdx.x, local = blockIdx.y, used = (counts[first_row + local] + per_split - 1) / per_split;
     const float* from = partial + ((long)local * splits * HEADS + head) * (LATENT + 2);
     const long next = (long)HEADS * (LATENT + 2);
     float top = NEG_INF, total = 0.0f;
-    for (int i = 0; i < used; ++i) top = fmaxf(top, from[i * next + LATENT]);
-    for (int i = 0; i < used; ++i) total += expf(from[i * next + LATENT] - top) * from[i * next + LATENT + 1];
+    for (int i = threadIdx.x; i < used; i += 128) {
+        weight[i] = from[i * next + LATENT];
+        top = fmaxf(top, weight[i]);
+    }
+    top = warp_max(top);
+    if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = top;
+    __syncthreads();
+    top = fmaxf(fmaxf(room[0], room[1]), fmaxf(room[2], room[3]));
+    __syncthreads();
+    for (int i = threadIdx.x; i < used; i += 128) {
+        weight[i] = expf(weight[i] - top);
+        total += weight[i] * from[i * next + LATENT + 1];
+    }
+    total = block_sum(total, room);
     for (int dim = threadIdx.x; dim < R; dim += 128) {
         float sum = 0.0f;
-        for (int i = 0; i < used; ++i) sum += expf(from[i * next + LATENT] - top) * from[i * next + dim];
+#pragma unroll 8
+        for (int i = 0; i < used; ++i) sum += weight[i] * from[i * next + dim];
         store_split(c_high, c_low, ((long)local * HEADS + head) * ldc + dim, used ? sum / total : 0.0f);
     }
 }

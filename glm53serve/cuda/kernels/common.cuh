@@ -47,6 +47,10 @@ __device__ __forceinline__ void copy16_async(void* shared, const void* global, b
     int bytes = there ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void copy8_async(void* shared, const void* global) {
+    u32 at = (u32)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(at), "l"(global) : "memory");
+}
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
@@ -104,6 +108,11 @@ __device__ __forceinline__ void int8_pairs(u32 word, u32& first, u32& second) { 
     float c = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7442)) - 8388736.0f, d = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7443)) - 8388736.0f;
     first = pack_bf16(a, b);
     second = pack_bf16(c, d);
+}
+__device__ __forceinline__ u32 scaled_pair(u32 pair, u32 scale) {
+    u32 r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(pair), "r"(scale));
+    return r;
 }
 __device__ __forceinline__ u32 fp8_pair(u32 bytes) {  // two e4m3 bytes in bits 0..7 and 16..23 as two bf16: shift the fields, then times 2^120
     u32 fields = ((bytes & 0x00800080u) << 8) | ((bytes & 0x007f007fu) << 4), r;

@@ -71,10 +71,10 @@ __device__ __forceinline__ void keep_tail(const float* key, const float* gate, i
     }
 }
 
-#define SCORE_POOLS 64
+#define SCORE_POOLS 32
 // Scores of all candidate pools of rows first_row + blockIdx.y: scores [gridDim.y][lds]. Nothing to do when every pool is taken.
 // query [T][heads * DI], head_weight [T][ldw]; span_end[row] = first position after the row's span. Also keeps the tail (block 0 of a row).
-// grid (parts, rows), 256 threads; dynamic shared memory: 32 * (DI + 4) + 64 * DI floats, DI a multiple of 4.
+// grid (parts, rows), 256 threads; dynamic shared memory: 32 * (DI + 4) + 32 * DI floats, DI a multiple of 4.
 KERNEL __launch_bounds__(256) dsa_scores(const float* query, const float* head_weight, int ldw, int heads, int DI, int kp, int keep, int first_row, const float* key,
                                          const float* gate, const int* slot, const int* position, const int* span_end, const int* live, float* state, long slot_stride,
                                          long tail_at, const u64* pools_at, float* scores, long lds) {
@@ -88,32 +88,40 @@ KERNEL __launch_bounds__(256) dsa_scores(const float* query, const float* head_w
     const float* from = (const float*)pools_at[slot[row]];
     const float by_width = 1.0f / sqrtf((float)DI), by_heads = 1.0f / sqrtf((float)heads);
     for (int tile = blockIdx.x * SCORE_POOLS; tile < pools; tile += gridDim.x * SCORE_POOLS) {
-        float sum[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         for (int head0 = 0; head0 < heads; head0 += 32) {
             __syncthreads();
             if (head0 == 0)
-                for (int at = threadIdx.x; at < SCORE_POOLS * DI; at += 256) keys[at] = tile + at / DI < pools ? from[(long)tile * DI + at] : 0.0f;
+#pragma unroll 8
+                for (int at = 4 * threadIdx.x; at < SCORE_POOLS * DI; at += 1024) {
+                    const F4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
+                    *(F4*)&keys[at] = tile + at / DI < pools ? *(const F4*)&from[(long)tile * DI + at] : zero;
+                }
             if (tile == (int)blockIdx.x * SCORE_POOLS || heads > 32)
-                for (int at = threadIdx.x; at < 32 * DI; at += 256)
-                    q[at / DI * stride + at % DI] = head0 + at / DI < heads ? query[((long)row * heads + head0) * DI + at] : 0.0f;
+#pragma unroll 4
+                for (int at = 4 * threadIdx.x; at < 32 * DI; at += 1024) {
+                    const F4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
+                    *(F4*)&q[at / DI * stride + at % DI] = head0 + at / DI < heads ? *(const F4*)&query[((long)row * heads + head0) * DI + at] : zero;
+                }
             __syncthreads();
-            float dot[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+            float dot[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 4
             for (int i = 0; i < DI; i += 4) {
                 const F4 a = *(const F4*)&q[lane * stride + i];
 #pragma unroll
-                for (int m = 0; m < 8; ++m) {
-                    const F4 b = *(const F4*)&keys[(warp * 8 + m) * DI + i];
+                for (int m = 0; m < 4; ++m) {
+                    const F4 b = *(const F4*)&keys[(warp * 4 + m) * DI + i];
                     dot[m] += a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
                 }
             }
             const float w = head0 + lane < heads ? head_weight[(long)row * ldw + head0 + lane] * by_heads : 0.0f;
 #pragma unroll
-            for (int m = 0; m < 8; ++m) sum[m] += w * fmaxf(dot[m] * by_width, 0.0f);
+            for (int m = 0; m < 4; ++m) sum[m] += w * fmaxf(dot[m] * by_width, 0.0f);
         }
 #pragma unroll
-        for (int m = 0; m < 8; ++m) {
+        for (int m = 0; m < 4; ++m) {
             const float s = warp_sum(sum[m]);
-            const int pool = tile + warp * 8 + m;
+            const int pool = tile + warp * 4 + m;
             if (lane == 0 && pool < pools) scores[(long)blockIdx.y * lds + pool] = s == 0.0f ? 0.0f : s;
         }
     }
@@ -150,11 +158,18 @@ KERNEL __launch_bounds__(256) dsa_select(const float* scores, long lds, int kp, 
             if (shift == 24 || (v >> (shift + 8)) == (prefix >> (shift + 8))) atomicAdd(&histogram[(v >> shift) & 255], 1);
         }
         __syncthreads();
-        if (threadIdx.x == 0) {
-            int bin = 255, left = need;
-            while (histogram[bin] < left) left -= histogram[bin--];
-            found[0] = bin;
-            found[1] = left;
+        if (warp == 0) {  // from the top bin down: lane l has bins 255 - 8l .. 248 - 8l
+            int own[8], mine = 0, before = 0;
+#pragma unroll
+            for (int b = 0; b < 8; ++b) { own[b] = histogram[255 - 8 * lane - b]; mine += own[b]; }
+            int upto = mine;
+            for (int o = 1; o < 32; o <<= 1) { const int other = __shfl_up_sync(0xffffffffu, upto, o); if (lane >= o) upto += other; }
+            before = upto - mine;
+            if (before < need && upto >= need)
+                for (int b = 0; b < 8; ++b) {
+                    if (before + own[b] >= need) { found[0] = 255 - 8 * lane - b; found[1] = need - before; break; }
+                    before += own[b];
+                }
         }
         __syncthreads();
         prefix |= (u32)found[0] << shift;

@@ -2,13 +2,36 @@
 // activations through shared memory. EXACT: bf16 pairs of both, plain mma; else high parts only, warpgroup products.
 
 #define STAGE 64   // columns a stage
-#define STAGES 4
 #if EXACT
 #define TN 64
+#define STAGES 4
 #else
 #define TN 128
+#define STAGES (HAS(F32) ? 2 : 4)
 #endif
 
+// Where a block stands: which matrix, rows of W, tokens.
+struct Place { const U4* data; const float* scale; int tile0, group, start, token0, count, stages; long head_x; };
+
+__device__ __forceinline__ void write_sums(const Jobs& jobs, const Job& job, const Place& at, float (*c)[TN / 8][4], int lane) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (at.tile0 + i >= job.tiles) continue;
+#pragma unroll
+        for (int n = 0; n < TN / 8; ++n)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int token = n * 8 + 2 * t + j;
+                if (token >= at.count) continue;
+                const int to = mapped_row(job.y_map, at.token0 + token, at.start, jobs);
+                write_output(job, at.group, to, at.tile0 + i, g, c[i][n][j], c[i][n][2 + j]);
+                if (job.out != OUT_SWIGLU) write_output(job, at.group, to, at.tile0 + i, g + 8, c[i][n][2 + j], 0.0f);
+            }
+    }
+}
+
+#if EXACT
 // This lane's raw fragments of one stage of a 16-row tile.
 struct Stage { U4 p[HAS(F32) ? 8 : 4]; float top, bottom; };
 
@@ -50,7 +73,7 @@ __device__ __forceinline__ void scaled(u32 (*a)[4], u32 (*low)[4], float top, fl
         for (int i = 0; i < 4; ++i) {
             float k = (i & 1) ? bottom : top, p = low_bf16(a[s][i]) * k, q = high_bf16(a[s][i]) * k;
             a[s][i] = pack_bf16(p, q);
-            if (EXACT) low[s][i] = pack_bf16(p - low_bf16(a[s][i]), q - high_bf16(a[s][i]));
+            low[s][i] = pack_bf16(p - low_bf16(a[s][i]), q - high_bf16(a[s][i]));
         }
 }
 // The two k-steps of unit u (0 or 1) of a stage.
@@ -65,44 +88,17 @@ __device__ __forceinline__ void unit_fragments(const Stage& w, int format, int u
         scaled(a, low, w.top, w.bottom);
     } else if (!HAS(F32) || format == BF16) {
         bf16_unit(u ? w.p[2] : w.p[0], u ? w.p[3] : w.p[1], a);
-        if (EXACT)
 #pragma unroll
-            for (int i = 0; i < 8; ++i) low[i >> 2][i & 3] = 0;
+        for (int i = 0; i < 8; ++i) low[i >> 2][i & 3] = 0;
     }
 #if HAS(F32)
     else {
-        u32 rest[2][4];
-        f32_step(u ? w.p[4] : w.p[0], u ? w.p[5] : w.p[1], a[0], rest[0]);
-        f32_step(u ? w.p[6] : w.p[2], u ? w.p[7] : w.p[3], a[1], rest[1]);
-        if (EXACT)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) low[i >> 2][i & 3] = rest[i >> 2][i & 3];
+        f32_step(u ? w.p[4] : w.p[0], u ? w.p[5] : w.p[1], a[0], low[0]);
+        f32_step(u ? w.p[6] : w.p[2], u ? w.p[7] : w.p[3], a[1], low[1]);
     }
 #endif
 }
 
-// Where a block stands: which matrix, rows of W, tokens.
-struct Place { const U4* data; const float* scale; int tile0, group, start, token0, count, stages; long head_x; };
-
-__device__ __forceinline__ void write_sums(const Jobs& jobs, const Job& job, const Place& at, float (*c)[TN / 8][4], int lane) {
-    const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (at.tile0 + i >= job.tiles) continue;
-#pragma unroll
-        for (int n = 0; n < TN / 8; ++n)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int token = n * 8 + 2 * t + j;
-                if (token >= at.count) continue;
-                const int to = mapped_row(job.y_map, at.token0 + token, at.start, jobs);
-                write_output(job, at.group, to, at.tile0 + i, g, c[i][n][j], c[i][n][2 + j]);
-                if (job.out != OUT_SWIGLU) write_output(job, at.group, to, at.tile0 + i, g + 8, c[i][n][2 + j], 0.0f);
-            }
-    }
-}
-
-#if EXACT
 // Shared memory: [stage][high, low][unit][token][32].
 __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const Place& at, u16* tiles) {
     constexpr int NT = TN / 8, STAGE_SIZE = 4 * TN * 32;
@@ -160,17 +156,85 @@ __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const
     if (busy) write_sums(jobs, job, at, c, lane);
 }
 #else
-// Shared memory: [stage][token][64], swizzled; activations come in product order.
+#define PIECES (HAS(F32) ? 8 : 4)  // 16-byte pieces of raw weights a lane has of a tile in a stage, at most
+
+// This lane's weights of a stage of a tile, on their way to shared memory (each lane reads back what it copied).
+__device__ __forceinline__ void fetch_weights(U4* to, const U4* data, int format, long tile, int granules, int stage, int lane) {
+    if (HAS(INT4) && format == INT4) {
+        const U2* half = (const U2*)(data + (tile * granules + (stage >> 2)) * 128 + ((stage >> 1) & 1) * 64 + lane) + (stage & 1);
+        copy8_async(&to[lane].x, half);
+        copy8_async(&to[lane].z, half + 64);
+    } else if ((HAS(INT8) && format == INT8) || (HAS(FP8) && format == FP8)) {
+        const U4* piece = data + (tile * granules + (stage >> 1)) * 128 + (stage & 1) * 64 + lane;
+        copy16_async(to + lane, piece, true);
+        copy16_async(to + 32 + lane, piece + 32, true);
+    } else if (!HAS(F32) || format == BF16) {
+        const U4* piece = data + (tile * granules + stage) * 128 + lane;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) copy16_async(to + 32 * i + lane, piece + 32 * i, true);
+    } else {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            const bool there = 2 * stage + (i >> 2) < granules;
+            copy16_async(to + 32 * i + lane, there ? data + (tile * granules + 2 * stage + (i >> 2)) * 128 + lane + 32 * (i & 3) : data, there);
+        }
+    }
+}
+struct Scales { float top, bottom; };
+__device__ __forceinline__ Scales stage_scales(const float* scale, int format, long tile, int granules, int stage, int lane) {
+    Scales s = {1.0f, 1.0f};
+    if (HAS(INT4) && format == INT4) {
+        const long at = ((tile * granules + (stage >> 2)) * 16 + (lane >> 2)) * 4 + (stage & 3);
+        s.top = scale[at]; s.bottom = scale[at + 32];
+    } else if (HAS(FP8) && format == FP8) {
+        const long at = 2 * (tile * granules + (stage >> 1));
+        s.top = scale[at]; s.bottom = scale[at + 1];
+    }
+    return s;
+}
+// The A operands of a stage's four k-steps; scales within a row are folded in (those of whole rows wait for the end).
+__device__ __forceinline__ void stage_fragments(const U4* w, int format, const Scales& scale, int lane, u32 (*a)[4]) {
+    if (HAS(INT4) && format == INT4) {
+        const U4 v = w[lane];
+        int4_unit(v.x, v.z, a);
+        int4_unit(v.y, v.w, a + 2);
+    } else if ((HAS(INT8) && format == INT8) || (HAS(FP8) && format == FP8)) {
+        const U4 top = w[lane], bottom = w[32 + lane];
+        if (HAS(INT8) && format == INT8) {
+            byte_unit<INT8>(top.x, top.y, bottom.x, bottom.y, a);
+            byte_unit<INT8>(top.z, top.w, bottom.z, bottom.w, a + 2);
+        } else if (HAS(FP8)) {
+            byte_unit<FP8>(top.x, top.y, bottom.x, bottom.y, a);
+            byte_unit<FP8>(top.z, top.w, bottom.z, bottom.w, a + 2);
+        }
+    } else if (!HAS(F32) || format == BF16) {
+        bf16_unit(w[lane], w[32 + lane], a);
+        bf16_unit(w[64 + lane], w[96 + lane], a + 2);
+    } else {
+        u32 rest[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f32_step(w[64 * i + lane], w[64 * i + 32 + lane], a[i], rest);
+    }
+    if ((HAS(INT4) && format == INT4) || (HAS(FP8) && format == FP8)) {
+        const u32 top = pack_bf16(scale.top, scale.top), bottom = pack_bf16(scale.bottom, scale.bottom);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) a[i >> 2][i & 3] = scaled_pair(a[i >> 2][i & 3], (i & 1) ? bottom : top);
+    }
+}
+
+// Shared memory: activations [stage][token][64], swizzled, in product order; weights [stage][tile of the block][PIECES][32 lanes] U4.
+// Between two barriers one warpgroup multiplies first and then prepares its next weights, the other prepares first: arithmetic under the tensor cores.
 __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const Place& at, u16* tiles) {
     constexpr int STAGE_SIZE = TN * STAGE;
-    const int lane = threadIdx.x & 31, format = job.format;
-    // A thread copies four pieces a stage, each of its own token row: the rows are looked up once.
-    const u16* from[4];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, format = job.format;
+    U4* weights = (U4*)(tiles + STAGES * STAGE_SIZE) + warp * 2 * PIECES * 32;
+    const u16* from[4];  // a thread copies four pieces a stage, each of its own token row: the rows are looked up once
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int token = (threadIdx.x >> 3) + 32 * i;
         from[i] = token < at.count ? job.x_high + (long)mapped_row(job.x_map, at.token0 + token, at.start, jobs) * job.ldx + at.head_x + (threadIdx.x & 7) * 8 : nullptr;
     }
+    const long tile[2] = {min(at.tile0, job.tiles - 1), min(at.tile0 + 1, job.tiles - 1)};
     auto fetch = [&](int stage) {
         u16* to = tiles + (stage % STAGES) * STAGE_SIZE;
 #pragma unroll
@@ -179,30 +243,36 @@ __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const
             const bool there = stage < at.stages && from[i];
             copy16_async(to + token * STAGE + (((threadIdx.x & 7) ^ (token & 7)) * 8), there ? from[i] + stage * STAGE : job.x_high, there);
         }
+        if (stage < at.stages)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) fetch_weights(weights + ((stage % STAGES) * 16 + i) * PIECES * 32, at.data, format, tile[i], job.granules, stage, lane);
         copies_commit();
     };
     float c[2][TN / 8][4];
 #pragma unroll
     for (int i = 0; i < 2 * TN / 8 * 4; ++i) c[i / (TN / 2)][i / 4 % (TN / 8)][i % 4] = 0.0f;
-    const long tile[2] = {min(at.tile0, job.tiles - 1), min(at.tile0 + 1, job.tiles - 1)};
-    Stage raw[2];
     u32 a[2][4][4];
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) fetch(s);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) load_stage(raw[i], at.data, at.scale, format, tile[i], job.granules, 0, lane);
-    for (int stage = 0; stage < at.stages; ++stage) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int u = 0; u < 2; ++u) unit_fragments(raw[i], format, u, a[i] + 2 * u, nullptr);
+    Scales scale[2] = {stage_scales(at.scale, format, tile[0], job.granules, 0, lane), stage_scales(at.scale, format, tile[1], job.granules, 0, lane)};
+    auto prepare = [&](int stage) {
+        Scales next[2];
         if (stage + 1 < at.stages)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) load_stage(raw[i], at.data, at.scale, format, tile[i], job.granules, stage + 1, lane);
+            for (int i = 0; i < 2; ++i) next[i] = stage_scales(at.scale, format, tile[i], job.granules, stage + 1, lane);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) stage_fragments(weights + ((stage % STAGES) * 16 + i) * PIECES * 32, format, scale[i], lane, a[i]);
+        if (stage + 1 < at.stages) { scale[0] = next[0]; scale[1] = next[1]; }
+    };
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) fetch(s);
+    const bool late = warp >= 4;
+    copies_wait<STAGES - 2>();
+    if (!late) prepare(0);
+    for (int stage = 0; stage < at.stages; ++stage) {
         copies_wait<STAGES - 2>();
         shared_to_tensor_cores();
         __syncthreads();
         fetch(stage + STAGES - 1);
+        if (late) prepare(stage);
         const u16* x = tiles + (stage % STAGES) * STAGE_SIZE;
         warpgroup_begin();
 #pragma unroll
@@ -211,8 +281,20 @@ __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const
             for (int i = 0; i < 2; ++i) warpgroup_mma(c[i], a[i][s], x, s);
         warpgroup_commit();
         warpgroup_wait();
+        if (!late && stage + 1 < at.stages) {
+            copies_wait<STAGES - 2>();
+            prepare(stage + 1);
+        }
     }
     copies_wait<0>();
+    if (HAS(INT8) && format == INT8) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float top = at.scale[tile[i] * 16 + (lane >> 2)], bottom = at.scale[tile[i] * 16 + 8 + (lane >> 2)];
+#pragma unroll
+            for (int n = 0; n < TN / 8; ++n) { c[i][n][0] *= top; c[i][n][1] *= top; c[i][n][2] *= bottom; c[i][n][3] *= bottom; }
+        }
+    }
     write_sums(jobs, job, at, c, lane);
 }
 #endif

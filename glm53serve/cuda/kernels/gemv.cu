@@ -120,76 +120,17 @@ __device__ __forceinline__ void load(Granule<FORMAT, TILES>& to, const U4* data,
     }
 }
 
-// Weights do not depend on the kernel before: the first granule is requested before waiting for it.
-template <int FORMAT, int NT, int TILES>
-__device__ __forceinline__ void sum_columns(Sums<NT, TILES>& s, const Job& job, const U4* data, const float* scale, int tile0, int slice, const Activations<NT>& x, int lane) {
-    Granule<FORMAT, TILES> now, next;
-    if (slice < job.granules) load<FORMAT, TILES>(next, data, scale, tile0, job.tiles, job.granules, slice, lane);
-    WAIT_BEFORE();
-    for (int granule = slice; granule < job.granules; granule += job.slices) {
-        now = next;
-        if (granule + job.slices < job.granules) load<FORMAT, TILES>(next, data, scale, tile0, job.tiles, job.granules, granule + job.slices, lane);
-        granule_products<FORMAT, NT, TILES>(s, now.w, now.scale, now.block_scale, x, granule, lane & 3);
-    }
-}
+// A block's place: `teams` teams of `slices` warps; a team does TILES tiles at a time, `repeat` times, the block's tiles side by side each time.
+struct Team { const U4* data; const float* scale; int tile_first, slice, team, teams, group, start, count; };
 
-template <int NT, int GEMV_TILES> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
-    __shared__ float sums[8][GEMV_TILES * 16][8 * NT + 1];
-    int index = 0;
-    while (index + 1 < jobs.count && (int)blockIdx.x >= jobs.job[index + 1].first_block) ++index;
-    const Job& job = jobs.job[index];
-    const int teams = 8 / job.slices, per_block = teams * GEMV_TILES, blocks = (job.tiles + per_block - 1) / per_block;
-    const int local = blockIdx.x - job.first_block, group = local / blocks, tile_first = (local % blocks) * per_block;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, slice = warp % job.slices, team = warp / job.slices;
-    const U4* data = job.data;
-    const float* scale = job.scale;
-    int start = 0, count = jobs.rows;
-    const u16 *x_high = job.x_high, *x_low = job.x_low;
-    if (job.table) {
-        WAIT_BEFORE();
-        if (group >= jobs.groups[0]) return;
-        int expert = jobs.groups[4 + 4 * group];
-        start = jobs.groups[5 + 4 * group];
-        count = jobs.groups[6 + 4 * group];
-        data = (const U4*)job.table[expert * 4 + job.which * 2];
-        scale = (const float*)job.table[expert * 4 + job.which * 2 + 1];
-    } else {
-        data += group * job.data_stride;
-        scale += group * job.scale_stride;
-        x_high += group * job.x_stride;
-        x_low += group * job.x_stride;
-    }
-    Activations<NT> x;
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        int column = n * 8 + (lane >> 2), r = column >> 1;
-        x.at[n] = r < count ? ((column & 1) ? x_low : x_high) + (long)mapped_row(job.x_map, r, start, jobs) * job.ldx : nullptr;
-    }
-    Sums<NT, GEMV_TILES> s;
-    clear(s);
-    const int tile0 = tile_first + team * GEMV_TILES;
-    if (tile0 >= job.tiles) WAIT_BEFORE();
-    else {
-        if (HAS(INT4) && job.format == INT4) sum_columns<INT4, NT, GEMV_TILES>(s, job, data, scale, tile0, slice, x, lane);
-        else if (HAS(BF16) && job.format == BF16) sum_columns<BF16, NT, GEMV_TILES>(s, job, data, scale, tile0, slice, x, lane);
-        else if (HAS(INT8) && job.format == INT8) sum_columns<INT8, NT, GEMV_TILES>(s, job, data, scale, tile0, slice, x, lane);
-        else if (HAS(FP8) && job.format == FP8) sum_columns<FP8, NT, GEMV_TILES>(s, job, data, scale, tile0, slice, x, lane);
-        else if (HAS(F32)) sum_columns<F32, NT, GEMV_TILES>(s, job, data, scale, tile0, slice, x, lane);
-    }
-#pragma unroll
-    for (int i = 0; i < GEMV_TILES; ++i)
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            int row = i * 16 + (lane >> 2), column = n * 8 + 2 * (lane & 3);
-            sums[warp][row][column] = s.c[i][n][0]; sums[warp][row][column + 1] = s.c[i][n][1];
-            sums[warp][row + 8][column] = s.c[i][n][2]; sums[warp][row + 8][column + 1] = s.c[i][n][3];
-        }
-    __syncthreads();
-    const int tall = per_block * 16;
-    for (int at = threadIdx.x; at < tall * count; at += blockDim.x) {
-        int r = at / tall, row = at % tall, tile = tile_first + (row >> 4), r16 = row & 15;
+// Sums of the slices put together in order and written; tiles tile0 .. of this round.
+template <int NT, int TILES>
+__device__ __forceinline__ void finish_round(const Jobs& jobs, const Job& job, const Team& at, int tile0, float (*sums)[TILES * 16][8 * NT + 1]) {
+    const int tall = at.teams * TILES * 16;
+    for (int i = threadIdx.x; i < tall * at.count; i += 256) {
+        const int r = i / tall, row = i % tall, tile = tile0 + (row >> 4), r16 = row & 15;
         if (tile >= job.tiles || (job.out == OUT_SWIGLU && r16 >= 8)) continue;
-        int first_warp = row / (16 * GEMV_TILES) * job.slices, inner = row % (16 * GEMV_TILES);
+        const int first_warp = row / (16 * TILES) * job.slices, inner = row % (16 * TILES);
         float value[2] = {0.0f, 0.0f};
         for (int half = 0; half < (job.out == OUT_SWIGLU ? 2 : 1); ++half) {
             float high = 0.0f, low = 0.0f;
@@ -198,17 +139,96 @@ template <int NT, int GEMV_TILES> __device__ __forceinline__ void gemv_block(con
                 low += sums[first_warp + w][inner + 8 * half][2 * r + 1];
             }
             value[half] = high + low;
-            if (HAS(INT8) && job.format == INT8) value[half] *= scale[tile * 16 + r16 + 8 * half];
+            if (job.format == INT8) value[half] *= at.scale[tile * 16 + r16 + 8 * half];
         }
-        write_output(job, group, mapped_row(job.y_map, r, start, jobs), tile, r16, value[0], value[1]);
+        write_output(job, at.group, mapped_row(job.y_map, r, at.start, jobs), tile, r16, value[0], value[1]);
     }
+}
+
+// Weights do not depend on the kernel before: the first granule is requested before waiting for it, and the next round's while a round ends.
+template <int FORMAT, int NT, int TILES>
+__device__ __forceinline__ void all_rounds(const Jobs& jobs, const Job& job, const Team& at, const Activations<NT>& x, int lane, float (*sums)[8][TILES * 16][8 * NT + 1]) {
+    const int side = at.teams * TILES, warp = threadIdx.x >> 5;
+    const int mine = at.tile_first + at.team * TILES, last = min(at.tile_first + side * job.repeat, job.tiles);
+    Granule<FORMAT, TILES> now, next;
+    const bool busy = at.slice < job.granules;
+    if (busy && mine < last) load<FORMAT, TILES>(next, at.data, at.scale, mine, job.tiles, job.granules, at.slice, lane);
+    WAIT_BEFORE();
+    int round = 0;
+    for (int tile0 = at.tile_first; tile0 < last; tile0 += side, ++round) {
+        const int tile = tile0 + at.team * TILES;
+        Sums<NT, TILES> s;
+        clear(s);
+        if (busy && tile < last)
+            for (int granule = at.slice; granule < job.granules; granule += job.slices) {
+                now = next;
+                const bool more = granule + job.slices < job.granules;
+                if (more || tile + side < last)
+                    load<FORMAT, TILES>(next, at.data, at.scale, more ? tile : tile + side, job.tiles, job.granules, more ? granule + job.slices : at.slice, lane);
+                granule_products<FORMAT, NT, TILES>(s, now.w, now.scale, now.block_scale, x, granule, lane & 3);
+            }
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                const int row = i * 16 + (lane >> 2), column = n * 8 + 2 * (lane & 3);
+                float(*to)[8 * NT + 1] = sums[round & 1][warp];
+                to[row][column] = s.c[i][n][0]; to[row][column + 1] = s.c[i][n][1];
+                to[row + 8][column] = s.c[i][n][2]; to[row + 8][column + 1] = s.c[i][n][3];
+            }
+        __syncthreads();
+        finish_round<NT, TILES>(jobs, job, at, tile0, sums[round & 1]);
+    }
+}
+
+template <int NT, int TILES> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
+    __shared__ float sums[2][8][TILES * 16][8 * NT + 1];
+    int index = 0;
+    while (index + 1 < jobs.count && (int)blockIdx.x >= jobs.job[index + 1].first_block) ++index;
+    const Job& job = jobs.job[index];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    Team at;
+    at.teams = 8 / job.slices;
+    const int per_block = at.teams * TILES * job.repeat, blocks = (job.tiles + per_block - 1) / per_block, local = blockIdx.x - job.first_block;
+    at.group = local / blocks;
+    at.tile_first = (local % blocks) * per_block;
+    at.slice = warp % job.slices;
+    at.team = warp / job.slices;
+    const u16 *x_high = job.x_high, *x_low = job.x_low;
+    if (job.table) {
+        WAIT_BEFORE();
+        if (at.group >= jobs.groups[0]) return;
+        const int* group = jobs.groups + 4 + 4 * at.group;
+        at.start = group[1];
+        at.count = group[2];
+        at.data = (const U4*)job.table[group[0] * 4 + job.which * 2];
+        at.scale = (const float*)job.table[group[0] * 4 + job.which * 2 + 1];
+    } else {
+        at.start = 0;
+        at.count = jobs.rows;
+        at.data = job.data + at.group * job.data_stride;
+        at.scale = job.scale + at.group * job.scale_stride;
+        x_high += at.group * job.x_stride;
+        x_low += at.group * job.x_stride;
+    }
+    Activations<NT> x;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const int column = n * 8 + (lane >> 2), r = column >> 1;
+        x.at[n] = r < at.count ? ((column & 1) ? x_low : x_high) + (long)mapped_row(job.x_map, r, at.start, jobs) * job.ldx : nullptr;
+    }
+    if (HAS(INT4) && job.format == INT4) all_rounds<INT4, NT, TILES>(jobs, job, at, x, lane, sums);
+    else if (HAS(BF16) && job.format == BF16) all_rounds<BF16, NT, TILES>(jobs, job, at, x, lane, sums);
+    else if (HAS(INT8) && job.format == INT8) all_rounds<INT8, NT, TILES>(jobs, job, at, x, lane, sums);
+    else if (HAS(FP8) && job.format == FP8) all_rounds<FP8, NT, TILES>(jobs, job, at, x, lane, sums);
+    else if (HAS(F32)) all_rounds<F32, NT, TILES>(jobs, job, at, x, lane, sums);
 }
 #if !defined(ONLY) || ONLY == 4
 KERNEL __launch_bounds__(256, 3) gemv_4(const __grid_constant__ Jobs jobs) { gemv_block<1, 1>(jobs); }
 #endif
 #if !defined(ONLY) || ONLY == 8
-KERNEL __launch_bounds__(256, 2) gemv_8(const __grid_constant__ Jobs jobs) { gemv_block<2, 2>(jobs); }
+KERNEL __launch_bounds__(256, 2) gemv_8(const __grid_constant__ Jobs jobs) { gemv_block<2, 1>(jobs); }
 #endif
 #if !defined(ONLY) || ONLY == 16
-KERNEL __launch_bounds__(256, 1) gemv_16(const __grid_constant__ Jobs jobs) { gemv_block<4, 2>(jobs); }
+KERNEL __launch_bounds__(256, 2) gemv_16(const __grid_constant__ Jobs jobs) { gemv_block<4, 1>(jobs); }
 #endif

@@ -34,7 +34,7 @@ struct Job {
     int first_block;
     int token_tiles;    // gemm: the most tiles of tokens there can be
     float limit;
-    int pad;
+    int repeat;         // gemv: rounds of a block
 };
 struct Jobs { int count, rows; const int* list; const int* groups; int top_k, pad; Job job[6]; };
 

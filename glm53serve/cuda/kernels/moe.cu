@@ -1,7 +1,7 @@
 // Routing (model spec 6) and the lists the grouped products read. Nothing about routing ever reaches the host.
 
 // Experts of each row, ascending, and their weights. logits [T][ld]; ids, weights [T][top_k] (ids -1 for a dead row); counts [E] rows of each expert,
-// zeroed before; uses: counter of every slot's experts, uses[slot * use_stride + e], or null. grid (T), 32 threads. Dynamic shared memory: 2E + groups floats.
+// zeroed before; uses: counter of every slot's experts, uses[slot * use_stride + e], or null. grid (T), 256 threads; the first warp chooses. Dynamic shared memory: 2E + groups floats.
 KERNEL route(const float* logits, int ld, const float* bias, int E, int top_k, int groups, int kept_groups, int normalise, float scaling, const int* slot, const int* live,
              int* ids, float* weights, int* counts, u32* uses, long use_stride) {
     DYNAMIC_SHARED(float, score);
@@ -9,15 +9,16 @@ KERNEL route(const float* logits, int ld, const float* bias, int E, int top_k, i
     WAIT_BEFORE();
     const int row = blockIdx.x, lane = threadIdx.x, size = E / groups;
     if (!live[row]) {
-        for (int i = lane; i < top_k; i += 32) ids[row * top_k + i] = -1;
+        for (int i = lane; i < top_k; i += 256) ids[row * top_k + i] = -1;
         return;
     }
-    for (int e = lane; e < E; e += 32) {
+    for (int e = lane; e < E; e += 256) {
         const float s = sigmoid(logits[(long)row * ld + e]);
         score[e] = s;
         biased[e] = s + bias[e];
     }
-    __syncwarp();
+    __syncthreads();
+    if (lane >= 32) return;
     if (groups > 1) {
         for (int g = lane; g < groups; g += 32) {
             float first = NEG_INF, second = NEG_INF;
@@ -41,6 +42,7 @@ KERNEL route(const float* logits, int ld, const float* bias, int E, int top_k, i
     for (int i = 0; i < top_k; ++i) {
         float best = NEG_INF;
         int at = 0x7fffffff;
+#pragma unroll 4
         for (int e = lane; e < E; e += 32)
             if (biased[e] > best) { best = biased[e]; at = e; }
         for (int o = 16; o; o >>= 1) {

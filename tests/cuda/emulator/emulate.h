@@ -133,6 +133,7 @@ template <class T> static T exchange(T value, int from) {
 }
 template <class T> static T __shfl_xor_sync(unsigned, T value, int mask) { return exchange(value, self->lane ^ mask); }
 template <class T> static T __shfl_sync(unsigned, T value, int from) { return exchange(value, from); }
+template <class T> static T __shfl_up_sync(unsigned, T value, int by) { return exchange(value, self->lane >= by ? self->lane - by : self->lane); }
 static inline unsigned __ballot_sync(unsigned, bool value) {
     Warp& w = *self->warp;
     const int side = w.turn & 1;
@@ -221,6 +222,7 @@ static inline void copy16_async(void* to, const void* from, bool there) {
     if (there) memcpy(to, from, 16);
     else memset(to, 0, 16);
 }
+static inline void copy8_async(void* to, const void* from) { memcpy(to, from, 8); }
 static inline void copies_commit() {}
 template <int LEFT> static inline void copies_wait() {}
 template <int I> static inline unsigned int4_pair(unsigned word) {
@@ -229,6 +231,9 @@ template <int I> static inline unsigned int4_pair(unsigned word) {
 static inline void int8_pairs(unsigned word, unsigned& first, unsigned& second) {
     first = pack_bf16((float)(int8_t)word, (float)(int8_t)(word >> 8));
     second = pack_bf16((float)(int8_t)(word >> 16), (float)(int8_t)(word >> 24));
+}
+static inline unsigned scaled_pair(unsigned pair, unsigned scale) {
+    return pack_bf16(__uint_as_float(pair << 16) * __uint_as_float(scale << 16), __uint_as_float(pair & 0xffff0000u) * __uint_as_float(scale & 0xffff0000u));
 }
 static inline float e4m3(unsigned byte) {
     const int exponent = byte >> 3 & 15, mantissa = byte & 7;
