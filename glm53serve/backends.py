@@ -112,6 +112,13 @@ def _vulkan(request: Request) -> Chosen:
     except VulkanUnavailable as error:
         raise NothingThere(f"Vulkan: {error}") from error
     backends: list[Layers] = [chain]
+    if settings.vk_chain == 2:
+        from glm53serve.cpu.layers import CpuLayers
+        from glm53serve.vulkan.prompts import PromptLayers
+
+        host = request.cpu(chain.layers)
+        assert isinstance(host, CpuLayers)
+        backends = [PromptLayers(chain, host)]
     if chain.layers.stop < request.everything.stop:
         backends.append(request.cpu(range(chain.layers.stop, request.everything.stop)))
     return Chosen(backends)

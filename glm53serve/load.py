@@ -127,7 +127,7 @@ def _engine(
         replace=replace,
         ahead=chosen.ahead,
     )
-    if any(isinstance(backend, CpuLayers) for backend in chosen.backends):
+    if any(isinstance(getattr(backend, "host", backend), CpuLayers) for backend in chosen.backends):
         open_experts()
     return engine, bits, store
 

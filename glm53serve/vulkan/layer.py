@@ -298,9 +298,8 @@ class MoeFfn:
         self.router = upload(device, [("router", pack_values(np.asarray(w.router, np.float32)))], exact=True)
         self.bias = constant(device, w.bias)
         self.shared = DenseFfn(device, sizes, w.shared, narrow) if w.shared is not None else None
-        numbers = range(c.n_routed_experts)
-        self.gate_up = upload_experts(device, (gate_up(experts.expert(index, e)) for e in numbers))
-        self.down = upload_experts(device, (pack(experts.expert(index, e).down) for e in numbers))
+        fetched = (experts.expert(index, e) for e in range(c.n_routed_experts))
+        self.gate_up, self.down = upload_experts(device, c.n_routed_experts, ((gate_up(f), pack(f.down)) for f in fetched))
 
     def stages(self, device: Device, s: Scratch, bucket: int) -> list[Stage]:
         """From `xn` to `y` (shared), `ey` and `weights` (routed)."""

@@ -20,10 +20,10 @@ from glm53serve.vulkan.device import Buffer, Device
 from glm53serve.vulkan.errors import OutOfDeviceMemory
 from glm53serve.vulkan.graph import RATES, Graph, Rate, record_entry, record_exit, record_graph
 from glm53serve.vulkan.groups import Group, cut
-from glm53serve.vulkan.layer import load_layer
+from glm53serve.vulkan.layer import ChainLayer, load_layer
 from glm53serve.vulkan.queue import Queue
 from glm53serve.vulkan.scratch import Scratch, Sizes
-from glm53serve.vulkan.state import NONE, KdaState, PageCopies, Pages, SavedState, make_state
+from glm53serve.vulkan.state import NONE, DsaState, KdaState, PageCopies, Pages, SavedState, make_state
 
 F32 = NDArray[np.float32]
 T = TypeVar("T")
@@ -111,15 +111,16 @@ class VulkanLayers:
         self._uses = device.local(4 * max(1, slots * len(sparse) * config.n_routed_experts))
         device.zero([self._uses])
         self._scratch = Scratch(device, sizes, layers)
-        states, self._chain = [], []
+        self._chain: list[ChainLayer] = []
+        self.states: dict[int, KdaState | DsaState] = {}
+        """The state buffers of each layer."""
         for index in layers:
-            state = make_state(device, sizes, index)
-            states.append(state)
+            state = self.states[index] = make_state(device, sizes, index)
             self._chain.append(load_layer(device, sizes, layer_weights(index), sparse.get(index, 0), state, experts, self._uses, bits))
             if progress is not None:
                 progress(index)
         self._pages = Pages(slots)
-        self._copies = PageCopies(device, sizes, [s for s in states if isinstance(s, KdaState)])
+        self._copies = PageCopies(device, sizes, [s for s in self.states.values() if isinstance(s, KdaState)])
         self._queue = Queue(device)
         words = HEADER_WORDS + (ROW_WORDS + SPAN_WORDS) * sizes.rows
         self._halt_word = device.host(64)

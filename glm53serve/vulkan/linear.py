@@ -229,32 +229,45 @@ class ExpertMatrices:
         return made
 
 
-def upload_experts(device: Device, experts: Iterable[Rows]) -> ExpertMatrices:
-    """Put one matrix of every expert on the device, in arenas no larger than a binding. Raises OutOfDeviceMemory."""
-    arenas: list[Arena] = []
-    run: list[Rows] = []
-    first = shape = 0
-    cols = 0
+def upload_experts(device: Device, count: int, experts: Iterable[Sequence[Rows]]) -> list[ExpertMatrices]:
+    """Put matrices of `count` experts on the device as they come, each expert once: one ExpertMatrices for each matrix of an expert.
 
-    def flush() -> None:
-        nonlocal first, run
-        if not run:
-            return
-        weights = device.local(sum(r.data.nbytes for r in run))
-        device.put(weights, *(r.data for r in run))
-        scales = None
-        if run[0].scales is not None:
-            scales = device.local(sum(r.scales.nbytes for r in run if r.scales is not None))
-            device.put(scales, *(r.scales for r in run if r.scales is not None))
-        arenas.append(Arena(run[0].format, first, first + len(run), weights, scales))
-        first, run = first + len(run), []
+    Arenas are no larger than a binding, and a change of format begins another. Raises OutOfDeviceMemory.
+    """
+    writers: list[_ArenaWriter] = []
+    for number, matrices in enumerate(experts):
+        if not writers:
+            writers = [_ArenaWriter(device, count) for _ in matrices]
+        for writer, rows in zip(writers, matrices, strict=True):
+            writer.add(number, rows)
+    return [writer.matrices() for writer in writers]
 
-    limit = min(device.info.binding_limit, 1 << 32)
-    for rows in experts:
-        shape, cols = rows.count, rows.cols
-        full = run and (len(run) + 1) * rows.data.nbytes > limit
-        if run and (full or run[0].format != rows.format):
-            flush()
-        run.append(rows)
-    flush()
-    return ExpertMatrices(shape, cols, arenas, device.matrix_units)
+
+class _ArenaWriter:
+    """Fills arenas with one matrix of each expert."""
+
+    def __init__(self, device: Device, count: int) -> None:
+        self.device, self.count = device, count
+        self._arenas: list[Arena] = []
+        self._shape = (0, 0)
+
+    def add(self, number: int, rows: Rows) -> None:
+        """Expert `number`, the next one."""
+        self._shape = (rows.count, rows.cols)
+        size = rows.data.nbytes
+        arena = self._arenas[-1] if self._arenas else None
+        room = 0 if arena is None else arena.weights.nbytes // size
+        if arena is None or arena.format != rows.format or number - arena.first >= room:
+            held = max(1, min(self.count - number, min(self.device.info.binding_limit, 1 << 32) // size))
+            scales = None if rows.scales is None else self.device.local(held * rows.scales.nbytes)
+            arena = Arena(rows.format, number, number, self.device.local(held * size), scales)
+            self._arenas.append(arena)
+        place = number - arena.first
+        self.device.put(arena.weights.part(place * size, size), rows.data)
+        if arena.scales is not None and rows.scales is not None:
+            self.device.put(arena.scales.part(place * rows.scales.nbytes, rows.scales.nbytes), rows.scales)
+        self._arenas[-1] = replace(arena, last=number + 1)
+
+    def matrices(self) -> ExpertMatrices:
+        """What was added."""
+        return ExpertMatrices(*self._shape, self._arenas, self.device.matrix_units)

@@ -123,8 +123,7 @@ def test_routed_experts_with_their_epilogue(device: Device, fmt: MatrixFormat, r
     experts, topk, width, hidden, limit = 6, 2, 12, 64, 1.5
     ffns = [FfnWeights(*(as_matrix(rng.standard_normal(shape), fmt) for shape in ((width, hidden), (width, hidden), (hidden, width)))) for _ in range(experts)]
     monkeypatch.setattr(device, "info", replace(device.info, binding_limit=4 * gate_up(ffns[0]).data.nbytes + 5))
-    up = upload_experts(device, (gate_up(f) for f in ffns))
-    down = upload_experts(device, (pack(f.down) for f in ffns))
+    up, down = upload_experts(device, experts, ((gate_up(f), pack(f.down)) for f in ffns))
     assert [(a.first, a.last) for a in up.arenas] == [(0, 4), (4, 6)]
     monkeypatch.undo()
     x = rng.standard_normal((rows, hidden)).astype(np.float32)
