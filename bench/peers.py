@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.peers_report import LLAMA, OURS, TRANSFORMERS, Agreement, Rates, agreement, kept_argmaxes, rates, ratio_lines, speed_table
-from bench.peers_setup import HERE, Llama, Models, find_llama, find_torch
+from bench.peers_setup import ALONE, HERE, Llama, Models, find_llama, find_torch
 from bench.peers_worker import Measured, PeerError, Worker, allowed_cores, spread_cpus
 
 DEPTHS = (128, 512)
@@ -50,7 +50,7 @@ class Bench:
         command: list[str | Path]
         if name == OURS:
             model = self.models.bf16() if exact else self.models.int4()
-            command = [sys.executable, HERE / "peers_glm53serve.py", model]
+            command = [sys.executable, *ALONE, HERE / "peers_glm53serve.py", model]
             environment |= {"GLM53_BITS": "32" if exact else "4", "GLM53_MAXT": str(CONTEXT), "GLM53_CHECKPOINT_GB": "0"}
         elif name == LLAMA:
             assert self.llama is not None and self.torch is not None
@@ -58,7 +58,7 @@ class Bench:
             command = [self.models.llama_program(self.llama), "serve", model, threads, str(CONTEXT), "f32" if exact else "f16"]
         else:
             assert self.torch is not None
-            command = [self.torch, HERE / "peers_transformers.py", self.models.huggingface(), threads]
+            command = [self.torch, *ALONE, HERE / "peers_transformers.py", self.models.huggingface(), threads]
         log = self.models.root / f"{name}.log"
         worker = Worker(name, [str(word) for word in command], environment, self.cpus, log)
         stack.callback(worker.close)

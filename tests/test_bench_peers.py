@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.peers_report import LLAMA, OURS, TRANSFORMERS, Goal, Rates, agreement, kept_argmaxes, rates, ratio_lines, speed_table
-from bench.peers_setup import Models, find_llama, find_torch, peer_config
+from bench.peers_setup import ALONE, Models, find_llama, find_torch, peer_config
 from bench.peers_worker import TICK, Measured, PeerError, Worker, busy_seconds, process_seconds, spread_cpus
 from glm53serve.model.shapes import shape_config
 from glm53serve.model.synth import synth
@@ -139,7 +139,11 @@ def test_our_worker_measures_and_writes_logits(tmp_path: Path) -> None:
     synth(model, "tiny")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLM53_MAXT": "64", "GLM53_BITS": "32", "GLM53_PREFILL_CHUNK": "7"}
     worker = Worker(
-        "ours", [sys.executable, str(ROOT / "bench" / "peers_glm53serve.py"), str(model)], environment, sorted(os.sched_getaffinity(0)), tmp_path / "log"
+        "ours",
+        [sys.executable, *ALONE, str(ROOT / "bench" / "peers_glm53serve.py"), str(model)],
+        environment,
+        sorted(os.sched_getaffinity(0)),
+        tmp_path / "log",
     )
     try:
         ids = list(range(1, 21))
