@@ -50,15 +50,10 @@ class PromptLayers:
             raise ValueError(f"the device holds layers {device.layers}, the CPU {host.layers}")
         self.device, self.host = device, host
         self.layers = device.layers
+        self.meter = Meter()
         self._sides: dict[Side, Layers] = {"device": device, "host": host}
         self._slots: dict[int, _Slot] = {}
         self._snapshot: Side = "device"
-
-    @property
-    def meter(self) -> Meter:
-        """Both sides together."""
-        a, b = self.device.meter, self.host.meter
-        return Meter(a.disk + b.disk, a.experts + b.experts, a.attention + b.attention, a.head + b.head, a.found + b.found, a.uses + b.uses)
 
     def open_slot(self, slot: int, capacity: int) -> None:
         """Empty a slot on both sides."""
@@ -119,10 +114,18 @@ class PromptLayers:
         side: Side = "device" if any(span.count > 1 for span in batch.spans) else "host"
         for span in batch.spans:
             self._bring(span.slot, side, span.start)
-        out = self._sides[side].forward(streams, batch, halt)
+        try:
+            out = self._sides[side].forward(streams, batch, halt)
+        finally:
+            self._add_up()
         for span in batch.spans:
             self._slots[span.slot].rows[side] = span.start + span.count
         return out
+
+    def _add_up(self) -> None:
+        """The meter is both sides' together."""
+        for name in ("disk", "experts", "attention", "head", "found", "uses"):
+            setattr(self.meter, name, getattr(self.device.meter, name) + getattr(self.host.meter, name))
 
     def _bring(self, slot: int, side: Side, position: int) -> None:
         """Make a side hold the slot's state and rows up to `position`; rows past it are no one's any more."""
