@@ -131,6 +131,9 @@ class CpuLayers:
     def close(self) -> None:
         """Release weights, slots and the snapshot buffer."""
         self._stack.close()
+        release = getattr(self.experts, "close", None)
+        if release is not None:
+            release()
         self._open.clear()
         self._uses.clear()
         self._snapshot = None

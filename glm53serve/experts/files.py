@@ -148,7 +148,7 @@ class ExpertFiles:
 
         def work(number: int) -> int:
             total = 0
-            while time.perf_counter() - began < seconds:
+            while total == 0 or time.perf_counter() - began < seconds:
                 with self._lock:
                     item = next(items, None)
                 if item is None:

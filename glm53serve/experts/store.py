@@ -117,9 +117,9 @@ class ExpertStore:
     def open(self, budget: int) -> None:
         """Start with room for `budget` experts (at least two are held whatever it says)."""
         budget = min(max(budget, 2), len(self.places))
-        readers = THREADS * len(self.files.copies)
-        self.transit = 0 if budget == len(self.places) else min(readers + 1, budget)
-        self.keep = budget - max(0, self.transit - budget // EXTRA_SHARE)
+        readers, extra = THREADS * len(self.files.copies), budget // EXTRA_SHARE
+        self.transit = 0 if budget == len(self.places) else min(readers + (extra > readers), budget)
+        self.keep = budget - max(0, self.transit - extra)
         for number in range(readers):
             reader = threading.Thread(target=self._read_loop, args=(number % len(self.files.copies),), name=f"experts-{number}", daemon=True)
             self._readers.append(reader)
