@@ -1,7 +1,11 @@
-"""One validated software or real device for all tests; without Vulkan they are skipped with one line saying how to get a driver."""
+"""One validated software or real device for all tests; without Vulkan they are skipped with one line saying how to get a driver.
+
+GLM53_TEST_VULKAN=require makes a missing driver or validation layer an error, for machines that are meant to have them.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +18,8 @@ from glm53serve.vulkan.errors import VulkanUnavailable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+REQUIRED = os.environ.get("GLM53_TEST_VULKAN") == "require"
+
 
 def open_device(**options: object) -> Device:
     """The best device there is, software drivers included, under synchronisation validation where the layer is installed.
@@ -23,7 +29,7 @@ def open_device(**options: object) -> Device:
     try:
         return Device(allow_cpu=True, validate=True, matrix_units=False, **options)  # type: ignore[arg-type]
     except VulkanUnavailable as unavailable:
-        if "VK_LAYER" not in unavailable.reason:
+        if REQUIRED or "VK_LAYER" not in unavailable.reason:
             raise
         return Device(allow_cpu=True, matrix_units=False, **options)  # type: ignore[arg-type]
 
@@ -34,6 +40,8 @@ def shared_device() -> Iterator[Device]:
     try:
         device = open_device()
     except VulkanUnavailable as unavailable:
+        if REQUIRED:
+            raise
         pytest.skip(f"no Vulkan: {unavailable.reason} ({HOW_TO_INSTALL}, and vulkan-validationlayers)")
     yield device
     instance = device.instance
