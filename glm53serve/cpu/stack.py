@@ -52,7 +52,7 @@ class _Layer:
             self.attention = KdaPrograms(config, w.index, w.attention, site, bits)
         self.dense = None if isinstance(w.ffn, MoeWeights) else FfnPrograms(config, w.ffn, bits)
         self.moe = MoePrograms(config, w.ffn, self.site, bits) if isinstance(w.ffn, MoeWeights) else None
-        self.resident: list[tuple[Packed, ...]] | None = None
+        self.resident: list[_Held] | None = None
 
 
 @dataclass(slots=True)
@@ -66,6 +66,14 @@ class _Programs:
     run: Program | None = None
     add: Program | None = None
     finish: Program | None = None
+
+
+@dataclass(slots=True)
+class _Held:
+    """A routed expert as the kernels take it, and its line of the layer's table."""
+
+    parts: tuple[Packed, ...]
+    record: NDArray[np.int64]
 
 
 class CompiledStack:
@@ -210,12 +218,17 @@ class CompiledStack:
             self.meter.found += need.found
             first = True
             for ready in need:
+                if layer.resident is None:
+                    for one in ready:
+                        one.packed = self._enter(layer, one.expert, one.packed, one.weights)
+                if few and len(ready) == len(wanted):
+                    self._run.set(0, bounds[-1], 0, self.config.n_routed_experts)
+                    programs.run.run(self.team, bounds[-1])
+                    continue
                 for one in ready:
                     if not first and halt():
                         raise Halted(layer.index)
                     first = False
-                    if layer.resident is None:
-                        one.packed = self._enter(layer, one.expert, one.packed, one.weights)
                     self._run_expert(layer.index, programs, one.expert, bounds[one.expert], bounds[one.expert + 1], few, halt)
             self.meter.disk += need.blocked
         if few:
@@ -233,16 +246,17 @@ class CompiledStack:
             if not few:
                 programs.add.run(self.team, count)
 
-    def _enter(self, layer: _Layer, expert: int, packed: tuple[Packed, ...] | None, w: FfnWeights) -> tuple[Packed, ...]:
+    def _enter(self, layer: _Layer, expert: int, held: _Held | None, w: FfnWeights) -> _Held:
         """Put an expert's addresses into the layer's table; they hold as long as the weights stay where they are."""
         assert layer.moe is not None
-        if packed is None:
-            packed = pk.pack_expert(w, self.bits)
-        record = [packed[0].kind]
-        for part in packed:
-            record += [address(part.data), 0 if part.scale is None else address(part.scale)]
-        layer.moe.table[expert] = record
-        return packed
+        if held is None:
+            parts = pk.pack_expert(w, self.bits)
+            record = [parts[0].kind]
+            for part in parts:
+                record += [address(part.data), 0 if part.scale is None else address(part.scale)]
+            held = _Held(parts, np.array(record, np.int64))
+        layer.moe.table[expert] = held.record
+        return held
 
 
 __all__ = ["GROUP_ROWS", "CompiledStack"]
