@@ -13,7 +13,7 @@ import pytest
 CUDA_TESTS = Path(__file__).parent / "cuda"
 sys.path[:0] = [str(CUDA_TESTS), str(CUDA_TESTS / "emulator")]
 
-from checks import Churn, backend_of, greedy, logits_in_pieces, prefill, same_turns  # noqa: E402
+from checks import Churn, backend_of, greedy, logits_in_pieces, prefill, run, same_turns  # noqa: E402
 from emulated_device import EmulatedDevice, compiler  # noqa: E402
 from goldens import golden  # noqa: E402
 from tinymodel import FEATURES, as_matrix, random_ids, tiny_model  # noqa: E402
@@ -187,6 +187,22 @@ def test_greedy_decode_equals_the_reference_token_for_token() -> None:
     model = tiny_model(seed=1)
     ids = random_ids(model.config, 25)
     assert greedy(base(), 2, ids, 30) == model.reference(np.float32).greedy(ids, 30)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_ended_row_leaves_its_logits(depth: int) -> None:
+    """What followed the last fed token is kept when a row ends, while another row goes on and overwrites the step's own logits."""
+    backend = base()
+    ids = random_ids(backend.layers.config, 21)
+    loop = decode_loop(backend.decoder, depth)
+    for slot, limit in ((0, 3), (1, 9)):
+        loop.start(RowPlan(slot, prefill(backend, slot, ids[: 20 + slot]), 20 + slot, limit, 100))
+    tokens = [loop._arriving[0].plan.token, *(c.token for c in run(loop) if c.slot == 0 and c.token is not None)]
+    kept = backend.decoder.last_logits(0)
+    backend.layers.reset_slot(2)
+    fed = np.concatenate([ids[:20], np.array(tokens[:3], np.int64)])
+    assert np.allclose(kept, logits_in_pieces(backend, 2, fed, [20, 1, 1, 1])[-1], atol=2e-4)
+    assert int(kept.argmax()) == tokens[3]
 
 
 def test_experts_in_host_memory_decode_the_same_tokens() -> None:

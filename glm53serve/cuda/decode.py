@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from glm53serve.cuda.layers import CudaLayers
 from glm53serve.cuda.pipeline import RowArrays
-from glm53serve.cuda.runtime import BUCKETS, MAX_ROWS, Graph, Loop
+from glm53serve.cuda.runtime import BUCKETS, MAX_ROWS, Argument, Graph, Loop
 from glm53serve.engine.launch_ahead import DecodeLoop, End, Record, RowPlan
 
 STOPS = 8
@@ -50,12 +50,12 @@ assert BUCKETS[-1] == MAX_ROWS
 class Decoder:
     """A `StepDevice` on CUDA. Everything is allocated and recorded here; serving only replays.
 
-    `note` gets one line when recording fails: the graphs are given up and steps are launched kernel by kernel.
+    `note` gets one line when recording fails: the graphs are given up and steps are launched kernel by kernel. `loops`: record device loops too.
     """
 
     buckets: tuple[int, ...] = BUCKETS
 
-    def __init__(self, layers: CudaLayers, note: Callable[[str], None] = lambda _line: None, loops: bool = True) -> None:
+    def __init__(self, layers: CudaLayers, note: Callable[[str], None] = lambda _line: None, loops: bool = False) -> None:
         self.layers, self.device = layers, layers.device
         vocabulary = layers.config.vocab_size
         self._control = self.device.alloc(CONTROL.itemsize)
@@ -69,6 +69,7 @@ class Decoder:
         self._records = memoryview(self._ring.bytes).cast("i")  # type: ignore[arg-type]
         self._clocks = self.device.alloc(8 * (2 * CLOCKS + 1))
         self.logits_room = self.device.alloc(4 * MAX_ROWS * vocabulary)
+        self._kept = self.device.alloc(4 * len(layers.states.capacity) * vocabulary)
         self._peaks = self.device.alloc(4 * MAX_ROWS * SCANS)
         self._peak_ids = self.device.alloc(4 * MAX_ROWS * SCANS)
         self._chosen = self.device.alloc(4 * MAX_ROWS)
@@ -132,7 +133,8 @@ class Decoder:
         launch("logit_peaks", (SCANS, bucket), 256, [self.logits_room, vocabulary, self._peaks, self._peak_ids])
         control = [self._control.at(_offset(name)) for name in ("temperature", "top_p", "seed", "counter")]
         launch("sample", (bucket,), 1024, [self.logits_room, vocabulary, self._peaks, self._peak_ids, *control, self._chosen], SAMPLE_SHARED)
-        launch("commit", (1,), 32, [self._control, self._shared, self._ring, RING_STEPS, self._clocks, self._chosen, bucket])
+        books: list[Argument] = [self._control, self._shared, self._ring, RING_STEPS, self._clocks, self._chosen]
+        launch("commit", (1,), 256, [*books, bucket, self.logits_room, self._kept, vocabulary])
 
     def _loop_body(self, handle: int, bucket: int) -> None:
         self._step(bucket)
@@ -168,9 +170,14 @@ class Decoder:
         staged["active"] = len(rows)
         self.device.copy_host(self._control.at(), self._staging, CONTROL.itemsize)
 
-    def launch(self, bucket: int, steps: int) -> None:
-        """Enqueue steps; several at once go as one device loop when loops were recorded and asked for by `DecodeLoop.loop_bound`."""
+    def launch(self, bucket: int, steps: int, loop: bool) -> None:
+        """Enqueue steps. With `loop` (and loops recorded) they go as one loop on the device: no host between them."""
         self.launched += steps
+        if loop and self._loops:
+            self._stop[0] = 0
+            self._loop_end[0] = self.committed() + steps
+            self._loops[bucket].launch()
+            return
         for _ in range(steps):
             if self._graphs:
                 self._graphs[bucket].launch()
@@ -204,7 +211,14 @@ class Decoder:
         self._cancel[row] = generation
 
     def stop_loop(self) -> None:
-        """A plain step cannot be stopped; nothing to do."""
+        """End a running loop at its next step border; plain steps cannot be stopped."""
+        self._stop[0] = 1
+
+    def last_logits(self, slot: int) -> NDArray[np.float32]:
+        """Logits [V] that the commit kept when the slot's row was parked."""
+        out = np.empty(self.layers.config.vocab_size, np.float32)
+        self.device.download(self._kept.at(4 * slot * len(out)), out)
+        return out
 
     # -- for the host
 
@@ -221,24 +235,6 @@ class Decoder:
         count = int(everything[-1])
         table = everything[:-1].reshape(CLOCKS, 2)
         return table[:count] if count <= CLOCKS else np.roll(table, -(count % CLOCKS), axis=0)
-
-
-class LoopingDecoder(Decoder):
-    """The same, but several steps go as one loop on the device: no host between them."""
-
-    def launch(self, bucket: int, steps: int) -> None:
-        """Enqueue one loop of at most `steps` steps."""
-        if not self._loops:
-            super().launch(bucket, steps)
-            return
-        self.launched += steps
-        self._stop[0] = 0
-        self._loop_end[0] = self.committed() + steps
-        self._loops[bucket].launch()
-
-    def stop_loop(self) -> None:
-        """End the running loop at its next step border."""
-        self._stop[0] = 1
 
 
 def _offset(name: str) -> int:

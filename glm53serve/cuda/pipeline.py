@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from glm53serve.cuda.model import DeviceLayer, DeviceModel, DsaOnDevice, FfnOnDevice, KdaOnDevice, MoeOnDevice, Site, head_width
 from glm53serve.cuda.products import MAP_PAIR, MAP_SORTED, MAP_TOKEN, ExpertGroups, product, run_products, skinny_columns
-from glm53serve.cuda.runtime import MAX_ROWS, Buffer, Device, Job, Pointer, Returned
+from glm53serve.cuda.runtime import MAX_ROWS, Argument, Buffer, Device, Job, Pointer, Returned
 from glm53serve.cuda.scratch import DECODE_SPLIT, Scratch, SplitRows
 from glm53serve.cuda.state import SlotStates
 from glm53serve.model.config import FULL
@@ -75,14 +75,14 @@ class Pipeline:
     def embed(self, rows: int, ids: Pointer) -> None:
         """Streams of token ids (device int32 [rows])."""
         assert self.model.embedding is not None
-        arguments = [self.scratch.plain["streams"], ids, self.model.embedding, self.model.embedding_kind, self.config.hidden_size]
+        arguments: list[Argument] = [self.scratch.plain["streams"], ids, self.model.embedding, self.model.embedding_kind, self.config.hidden_size]
         self.device.launch("embed", (rows, -(-self.config.hidden_size // 512)), 512, arguments)
 
     def logits(self, rows: int, logits: Buffer, which: Pointer | None = None) -> None:
         """Logits float32 [rows][V] of the streams of rows 0.. (or of the rows listed at `which`)."""
         assert self.model.head is not None and self.model.final_norm is not None
         c, x = self.config, self.scratch.split["x"]
-        arguments = [self.scratch.plain["streams"], which, c.hidden_size, self.model.final_norm, c.rms_norm_eps, x.high, x.low, x.ld]
+        arguments: list[Argument] = [self.scratch.plain["streams"], which, c.hidden_size, self.model.final_norm, c.rms_norm_eps, x.high, x.low, x.ld]
         self.device.launch("final_norm", (rows,), 1024, arguments, 4 * c.hidden_size)
         self._products(rows, [product(self.model.head, x, logits, c.vocab_size)])
 
@@ -104,7 +104,7 @@ class Pipeline:
         c, s = self.config, self.scratch
         self._open_site(rows, site.fn, pending)
         x = s.split["x"]
-        arguments = [
+        arguments: list[Argument] = [
             s.plain["streams"], c.hidden_size, s.chunks, s.plain["partial"], site.base, site.scale, site.norm, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters,
             s.plain["coefficients"], x.high, self._lower(x), x.ld,
         ]  # fmt: skip
@@ -112,7 +112,7 @@ class Pipeline:
 
     def _open_site(self, rows: int, fn: Buffer | None, pending: Returned | None) -> None:
         s = self.scratch
-        arguments = [
+        arguments: list[Argument] = [
             s.plain["streams"], rows, self.config.hidden_size, int(pending is not None), s.plain["coefficients"], pending or Returned(), fn, s.plain["partial"],
         ]  # fmt: skip
         self.device.launch("site_open", (s.chunks, -(-rows // 8)), 256, arguments)
@@ -138,7 +138,7 @@ class Pipeline:
              float(c.gate_lower_bound or 0.0), plain["q"], plain["k"], plain["v"], plain["decay"], plain["beta"], plain["qk"]],
         )  # fmt: skip
         self.device.launch(
-            "kda_scan", (-(-d // 32), heads, spans), 128,
+            "kda_scan", (-(-d // 32), heads, spans), 256,
             [plain["q"], plain["k"], plain["v"], plain["decay"], plain["beta"], plain["qk"], plain["raw"], 3 * p, at.spans, at.live, st.block, stride,
              ctypes.c_int64(st.s_at[index]), window, plain["o"]],
         )  # fmt: skip
@@ -201,7 +201,7 @@ class Pipeline:
                  plain["scores"], lds],
                 4 * (32 * (di + 4) + 32 * di),
             )  # fmt: skip
-            arguments = [plain["scores"], lds, c.index_kpool, keep, first, at.position, at.live, plain["selected"], s.selection, plain["selected_count"]]
+            arguments: list[Argument] = [plain["scores"], lds, c.index_kpool, keep, first, at.position, at.live, plain["selected"], s.selection, plain["selected_count"]]
             self.device.launch("dsa_select", (here,), 256, arguments)
 
     def _attend(self, here: int, first: int, rows: int, w: DsaOnDevice, at: RowArrays, rows_table: Pointer | None) -> None:
@@ -222,8 +222,8 @@ class Pipeline:
             shared,
         )  # fmt: skip
         if few:
-            arguments = [plain["splits"], splits, per_split, plain["selected_count"], first, c.kv_lora_rank, attended.high, attended.low, ld]
-            self.device.launch("attend_join", (c.num_heads, here), 128, arguments)
+            arguments: list[Argument] = [plain["splits"], splits, per_split, plain["selected_count"], first, c.kv_lora_rank, attended.high, attended.low, ld]
+            self.device.launch("attend_join", (c.num_heads, here), 512, arguments)
         job = product(
             w.value, attended, split=self._split("heads_o"), x_stride=ld, y_stride=c.v_head_dim, split_at=first, ldx=c.num_heads * ld
         )

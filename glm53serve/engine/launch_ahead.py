@@ -225,8 +225,8 @@ class StepDevice(Protocol):
         """Set the inputs of the next steps (plans with their generations), in stream order. Called with no step outstanding."""
         ...
 
-    def launch(self, bucket: int, steps: int) -> None:
-        """Enqueue `steps` steps, back to back or as one bounded device loop."""
+    def launch(self, bucket: int, steps: int, loop: bool) -> None:
+        """Enqueue `steps` steps, back to back or (with `loop`) as one device loop bounded by them."""
         ...
 
     def committed(self) -> int:
@@ -321,7 +321,10 @@ class DecodeLoop:
         self._arriving.append(_Row(plan, self._generation))
 
     def cancel(self, slot: int) -> None:
-        """Park a slot's row at the next commit; the end arrives as a Commit. A slot without a row is left alone."""
+        """Park a slot's row at its next commit; the end arrives as a Commit. A slot without a row is left alone.
+
+        A row that has not begun makes its first step all the same: its token was chosen, and what was chosen is computed.
+        """
         for row in self._rows + self._arriving:
             if row.plan.slot == slot:
                 row.cancelled = True
@@ -333,7 +336,7 @@ class DecodeLoop:
 
     def turn(self, admission: bool = False) -> list[Commit]:
         """Launch what may be launched, harvest the oldest outstanding step. `admission`: a waiting turn could start now (drains the device)."""
-        commits = self._end_unstarted()
+        commits: list[Commit] = []
         decision = self._decide(admission)
         if decision.stop_loop:
             self.device.stop_loop()
@@ -394,7 +397,7 @@ class DecodeLoop:
                     self.device.cancel(index, row.generation)
         elif self._flying and not consume(self._flying[-1], shape):
             raise RankMismatch(f"the device runs {self._flying[-1]}, the next step would be {shape}")
-        self.device.launch(shape.bucket, decision.enqueue)
+        self.device.launch(shape.bucket, decision.enqueue, self.loop_bound > 0)
         self.launched += decision.enqueue
         self._flying.extend([shape] * decision.enqueue)
 
@@ -437,12 +440,6 @@ class DecodeLoop:
         held = self._deferred
         self._free += [slot for slot, fence in held if self.harvested >= fence]
         self._deferred = [(slot, fence) for slot, fence in held if self.harvested < fence]
-
-    def _end_unstarted(self) -> list[Commit]:
-        ended = [row for row in self._arriving if row.cancelled]
-        self._arriving = [row for row in self._arriving if not row.cancelled]
-        self._free += [row.plan.slot for row in ended]
-        return [Commit(row.plan.slot, None, End.CANCELLED, row.plan.position) for row in ended]
 
 
 def _advanced(plan: RowPlan, record: Record) -> RowPlan:

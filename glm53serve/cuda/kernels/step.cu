@@ -27,8 +27,10 @@ KERNEL step_begin(const Shared* shared, int* counts, int n, u64* clocks) {
     if (blockIdx.x == 0 && threadIdx.x == 0) clocks[2 * (clocks[2 * CLOCKS] % CLOCKS)] = now;
 }
 
-// One block, a thread a row. clocks: [CLOCKS][2] begin and end of steps, then the step count. ring: [ring_steps][MAX_ROWS][4] = generation, position, token, end.
-KERNEL commit(Control* control, Shared* shared, volatile int* ring, int ring_steps, u64* clocks, const int* chosen, int bucket) {
+// One block, a thread a row. Rows that end leave their logits in kept [slots][vocabulary]. clocks: [CLOCKS][2] begin and end of steps, then the step count. ring: [ring_steps][MAX_ROWS][4] = generation, position, token, end.
+KERNEL commit(Control* control, Shared* shared, volatile int* ring, int ring_steps, u64* clocks, const int* chosen, int bucket, const float* logits, float* kept,
+              int vocabulary) {
+    __shared__ int parked[MAX_ROWS];
     WAIT_BEFORE();
     const int r = threadIdx.x;
     const u64 step = clocks[2 * CLOCKS];
@@ -51,10 +53,14 @@ KERNEL commit(Control* control, Shared* shared, volatile int* ring, int ring_ste
             } else control->live[r] = 0;
         }
         volatile int* to = ring + ((step % ring_steps) * MAX_ROWS + r) * 4;
+        parked[r] = end == LIVE || end == PADDING ? -1 : control->slot[r];
         to[0] = r < control->active ? control->generation[r] : 0; to[1] = position; to[2] = token; to[3] = end;
         __threadfence_system();
     }
     __syncthreads();
+    for (int row = 0; row < bucket; ++row)
+        if (parked[row] >= 0)
+            for (int i = threadIdx.x; i < vocabulary; i += blockDim.x) kept[(size_t)parked[row] * vocabulary + i] = logits[(size_t)row * vocabulary + i];
     if (r == 0) {
         clocks[2 * CLOCKS] = step + 1;
         __threadfence_system();
