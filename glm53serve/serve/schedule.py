@@ -76,7 +76,8 @@ class Schedule:
                 rested = False
                 prefilling = self._desk.prefilling()
                 decoding = self._desk.decoding()
-            if not self._outbox.wait_room(ROOM_POLL_SECONDS):
+            leaving = any(turn.busy and (turn.cancelled or turn.stopped) for turn in decoding)
+            if not self._outbox.wait_room(ROOM_POLL_SECONDS) and not leaving:
                 continue
             if decoding:
                 self._step(decoding, chunk_next=prefilling is not None)
