@@ -9,22 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm53serve.cpu import packing as pk
-from glm53serve.cpu.compiled import (
-    RUN_ROWS,
-    Builder,
-    ChunkMemory,
-    DsaPrograms,
-    FfnPrograms,
-    GroupMemory,
-    KdaPrograms,
-    MoePrograms,
-    RunMemory,
-    Site,
-    Slots,
-    kinds_of,
-)
+from glm53serve.cpu.attention import DsaPrograms, KdaPrograms
+from glm53serve.cpu.compiled import Builder, Site, kinds_of
+from glm53serve.cpu.feed_forward import FfnPrograms, MoePrograms
 from glm53serve.cpu.kernels.fields import address
 from glm53serve.cpu.kernels.team import shared_team
+from glm53serve.cpu.memory import RUN_ROWS, ChunkMemory, GroupMemory, RunMemory, Slots
 from glm53serve.cpu.packing import GROUP, INT4, INT4_Q16, Packed
 from glm53serve.cpu.plain import Count
 from glm53serve.cpu.program import Program
