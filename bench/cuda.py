@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.cuda_measure import BenchDevice, Stopwatch, percentiles, table
 from bench.cuda_random import RandomModel, matrices_of, stored_bytes
-from glm53serve.cuda.decode import Decoder, LoopingDecoder, decode_loop
+from glm53serve.cuda.decode import Decoder, decode_loop
 from glm53serve.cuda.layers import CudaHead, CudaLayers, make_head
 from glm53serve.cuda.model import DeviceModel, KdaOnDevice, MoeOnDevice, defines, flops_per_row
 from glm53serve.engine.launch_ahead import RowPlan
@@ -52,7 +52,7 @@ class Bed:
         self.device.synchronize()
         say(f"{config.num_layers} layers, {config.n_routed_experts} experts, dense {dense}, experts {expert}: drawn in {time.perf_counter() - start:.1f} s")
         start = time.perf_counter()
-        self.decoder: Decoder = (LoopingDecoder if loops else Decoder)(self.layers, say, loops=loops)
+        self.decoder: Decoder = Decoder(self.layers, say, loops=loops)
         say(f"decode graphs in {time.perf_counter() - start:.1f} s, captured: {self.decoder.captured}; {self.device.free_bytes() / 1e9:.1f} GB of the device free")
 
     def prefill(self, slot: int, tokens: int, seed: int = 0) -> float:

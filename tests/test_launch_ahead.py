@@ -182,8 +182,8 @@ class SimulatedDevice:
         self.rows = [Cell(plan, generation, plan.token, plan.position, min(plan.limit, plan.room)) for plan, generation in rows]
         self.cancels.clear()
 
-    def launch(self, bucket: int, steps: int) -> None:
-        assert bucket >= len(self.rows)
+    def launch(self, bucket: int, steps: int, loop: bool) -> None:
+        assert bucket >= len(self.rows) and loop == self.loop
         self.queue += [bucket] * steps
 
     def committed(self) -> int:

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from glm53serve.cuda.decode import Decoder, LoopingDecoder
+from glm53serve.cuda.decode import Decoder
 from glm53serve.cuda.layers import CudaHead, CudaLayers, make_head
 from glm53serve.cuda.model import DeviceModel, Uploader, defines, formats_of, is_exact
 from glm53serve.cuda.runtime import Device
@@ -89,7 +89,7 @@ def load_backend(
     """Load a whole model: `slots` slots of `capacity` positions, prompt passes of up to `chunk` rows.
 
     vram_bytes: device memory it may take, 0 = what is free; routed experts that do not fit stay in pinned host memory, the least used (`heat`) first.
-    `looping`: decode by device loops. `exact`: whether prompts run on bf16 pairs (see `is_exact`, the default). Raises CudaUnavailable, MemoryError (when less than the experts does not fit), ValueError (unsupported sizes).
+    `looping`: record device loops too (for `decode_loop(decoder, depth, loop_bound)`). `exact`: whether prompts run on bf16 pairs (see `is_exact`, the default). Raises CudaUnavailable, MemoryError (when less than the experts does not fit), ValueError (unsupported sizes).
     """
     c = weights.config
     exact = is_exact(c) if exact is None else exact
@@ -110,7 +110,7 @@ def load_backend(
             raise MemoryError(f"all but the routed experts takes {used / 1e9:.1f} GB of the device, allowed are {allowed / 1e9:.1f}")
         uploader.place_experts(model.layers, weights, max(0, spare), heat)
         layers.warm_up()
-        decoder = (LoopingDecoder if looping else Decoder)(layers, note, loops=looping)
+        decoder = Decoder(layers, note, loops=looping)
         return CudaBackend(device, layers, head, decoder)
     except BaseException:
         device.close()

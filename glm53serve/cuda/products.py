@@ -83,14 +83,15 @@ def run_products(device: Device, rows: int, jobs: list[Job], token_tile: int, ex
         all_jobs.list, all_jobs.groups, all_jobs.top_k = experts.places.address, experts.groups.address, experts.top_k
     blocks = 0
     skinny = rows <= MAX_ROWS and not tiled
+    rounds = [(experts.most if job.table and experts else job.groups) * -(-job.tiles // (8 // job.slices)) for job in jobs]
+    repeat = max(1, min(8, -(-sum(rounds) // SKINNY_BLOCKS)))
     for i, job in enumerate(jobs):
         job.first_block = blocks
         by_expert = bool(job.table) and experts is not None
+        groups = experts.most if by_expert and experts else job.groups
         if skinny:
-            groups = experts.most if by_expert and experts else job.groups
-            rounds = -(-job.tiles // (8 // job.slices))
-            job.repeat = max(1, min(8, groups * rounds // SKINNY_BLOCKS))
-            blocks += groups * -(-rounds // job.repeat)
+            job.repeat = repeat
+            blocks += groups * -(-job.tiles // (8 // job.slices * repeat))
         else:
             job.token_tiles = experts.most if by_expert and experts else -(-rows // token_tile)
             blocks += job.token_tiles * -(-job.tiles // GEMM_TILES) * (1 if by_expert else job.groups)

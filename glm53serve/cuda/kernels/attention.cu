@@ -90,7 +90,7 @@ __device__ __forceinline__ void attend(const u16* q_high, const u16* q_low, int 
             for (int m = 0; m < MINE * 4; ++m) d[m / 4][m % 4] = 0.0f;
             const u16* q_row = q + (head_tile * 16 + (lane & 15)) * STRIDE + (lane >> 4) * 8;
             const u16* l_row = latents + (dim_part * 8 + (lane & 7)) * STRIDE + (lane >> 3) * 8;
-#pragma unroll 2
+#pragma unroll 4
             for (int i = 0; i < LATENT; i += 32) {
                 u32 a0[4], a1[4], e0[4], e1[4];
                 load_matrices(a0, q_row + i);
@@ -120,15 +120,38 @@ __device__ __forceinline__ void attend(const u16* q_high, const u16* q_low, int 
             }
         }
         __syncthreads();
-        for (int head = warp; head < HEADS_HERE; head += 8) {  // running softmax, lane = token
+        {  // running softmax, lane = token; a warp's heads side by side
+            constexpr int MINE = HEADS_HERE / 8;
             const bool there = base + lane < end;
-            const float v = there ? s[head * (TOKENS + 1) + lane] : NEG_INF, old = top[head], now = fmaxf(old, warp_max(v));
-            const float w = there ? expf(v - now) : 0.0f, by = expf(old - now), total = warp_sum(w);
-            const u16 high = to_bf16(w);
-            p[head * (TOKENS + 8) + lane] = high;
-            if (SPLIT) p[(HEADS_HERE + head) * (TOKENS + 8) + lane] = to_bf16(w - bf16_value(high));
-            __syncwarp();
-            if (lane == 0) { top[head] = now; sum[head] = sum[head] * by + total; shrink[head] = by; }
+            float v[MINE], now[MINE], total[MINE];
+#pragma unroll
+            for (int m = 0; m < MINE; ++m) now[m] = v[m] = there ? s[(warp + 8 * m) * (TOKENS + 1) + lane] : NEG_INF;
+#pragma unroll
+            for (int o = 16; o; o >>= 1)
+#pragma unroll
+                for (int m = 0; m < MINE; ++m) now[m] = fmaxf(now[m], __shfl_xor_sync(0xffffffffu, now[m], o));
+#pragma unroll
+            for (int m = 0; m < MINE; ++m) {
+                const int head = warp + 8 * m;
+                now[m] = fmaxf(now[m], top[head]);
+                total[m] = v[m] = there ? expf(v[m] - now[m]) : 0.0f;
+                const u16 high = to_bf16(v[m]);
+                p[head * (TOKENS + 8) + lane] = high;
+                if (SPLIT) p[(HEADS_HERE + head) * (TOKENS + 8) + lane] = to_bf16(v[m] - bf16_value(high));
+            }
+#pragma unroll
+            for (int o = 16; o; o >>= 1)
+#pragma unroll
+                for (int m = 0; m < MINE; ++m) total[m] += __shfl_xor_sync(0xffffffffu, total[m], o);
+            if (lane == 0)
+#pragma unroll
+                for (int m = 0; m < MINE; ++m) {
+                    const int head = warp + 8 * m;
+                    const float by = expf(top[head] - now[m]);
+                    top[head] = now[m];
+                    sum[head] = sum[head] * by + total[m];
+                    shrink[head] = by;
+                }
         }
         __syncthreads();
         const float by0 = shrink[head_tile * 16 + g], by1 = shrink[head_tile * 16 + g + 8];
@@ -181,32 +204,33 @@ KERNEL __launch_bounds__(256, 1) attend_exact(ATTEND_ARGUMENTS) { attend<true>(q
 KERNEL __launch_bounds__(256, 1) attend_fast(ATTEND_ARGUMENTS) { attend<false>(q_high, q_low, ldq, scale, slot, rows_at, R, selected, ld, counts, first_row, per_split, c_high, c_low, ldc, partial); }
 
 #define MOST_SPLITS 1024
-// Splits of a row put together in order: c split, [row][HEADS][ldc]. grid (HEADS, rows), 128 threads.
-KERNEL attend_join(const float* partial, int splits, int per_split, const int* counts, int first_row, int R, u16* c_high, u16* c_low, int ldc) {
-    __shared__ float weight[MOST_SPLITS];
+// Splits of a row put together in order: c split, [row][HEADS][ldc]. grid (HEADS, rows), 512 threads.
+KERNEL __launch_bounds__(512) attend_join(const float* partial, int splits, int per_split, const int* counts, int first_row, int R, u16* c_high, u16* c_low, int ldc) {
+    __shared__ float weight[MOST_SPLITS], part_sum[MOST_SPLITS];
     __shared__ float room[32];
     WAIT_BEFORE();
-    const int head = blockIdx.x, local = blockIdx.y, used = (counts[first_row + local] + per_split - 1) / per_split;
+    const int head = blockIdx.x, local = blockIdx.y, used = (counts[first_row + local] + per_split - 1) / per_split, lane = threadIdx.x & 31;
     const float* from = partial + ((long)local * splits * HEADS + head) * (LATENT + 2);
     const long next = (long)HEADS * (LATENT + 2);
     float top = NEG_INF, total = 0.0f;
-    for (int i = threadIdx.x; i < used; i += 128) {
+    for (int i = threadIdx.x; i < used; i += 512) {
         weight[i] = from[i * next + LATENT];
+        part_sum[i] = from[i * next + LATENT + 1];
         top = fmaxf(top, weight[i]);
     }
     top = warp_max(top);
-    if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = top;
+    if (lane == 0) room[threadIdx.x >> 5] = top;
     __syncthreads();
-    top = fmaxf(fmaxf(room[0], room[1]), fmaxf(room[2], room[3]));
+    top = warp_max(lane < 16 ? room[lane] : NEG_INF);
     __syncthreads();
-    for (int i = threadIdx.x; i < used; i += 128) {
+    for (int i = threadIdx.x; i < used; i += 512) {
         weight[i] = expf(weight[i] - top);
-        total += weight[i] * from[i * next + LATENT + 1];
+        total += weight[i] * part_sum[i];
     }
     total = block_sum(total, room);
-    for (int dim = threadIdx.x; dim < R; dim += 128) {
+    for (int dim = threadIdx.x; dim < R; dim += 512) {
         float sum = 0.0f;
-#pragma unroll 8
+#pragma unroll 16
         for (int i = 0; i < used; ++i) sum += weight[i] * from[i * next + dim];
         store_split(c_high, c_low, ((long)local * HEADS + head) * ldc + dim, used ? sum / total : 0.0f);
     }

@@ -13,22 +13,33 @@
 // Where a block stands: which matrix, rows of W, tokens.
 struct Place { const U4* data; const float* scale; int tile0, group, start, token0, count, stages; long head_x; };
 
-__device__ __forceinline__ void write_sums(const Jobs& jobs, const Job& job, const Place& at, float (*c)[TN / 8][4], int lane) {
-    const int g = lane >> 2, t = lane & 3;
+#define ROW_SUMS 260  // floats of a token's sums in shared memory: 256 rows of W and room between banks
+// Sums go through shared memory, so that what leaves is contiguous and the code stays small.
+__device__ __forceinline__ void write_sums(const Jobs& jobs, const Job& job, const Place& at, float (*c)[TN / 8][4], float* sums) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, first = (threadIdx.x >> 5) * 32;
+    __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (at.tile0 + i >= job.tiles) continue;
+    for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int n = 0; n < TN / 8; ++n)
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int token = n * 8 + 2 * t + j;
-                if (token >= at.count) continue;
-                const int to = mapped_row(job.y_map, at.token0 + token, at.start, jobs);
-                write_output(job, at.group, to, at.tile0 + i, g, c[i][n][j], c[i][n][2 + j]);
-                if (job.out != OUT_SWIGLU) write_output(job, at.group, to, at.tile0 + i, g + 8, c[i][n][2 + j], 0.0f);
-            }
+            for (int j = 0; j < 4; ++j) sums[(n * 8 + 2 * t + (j & 1)) * ROW_SUMS + first + i * 16 + g + (j >> 1) * 8] = c[i][n][j];
+    __syncthreads();
+    const int tile_first = at.tile0 - (first >> 4), tall = min(16, job.tiles - tile_first) * 16;
+    if (job.out == OUT_SWIGLU) {
+        for (int token = threadIdx.x >> 7; token < at.count; token += 2) {
+            const int column = threadIdx.x & 127, row = (column >> 3) * 16 + (column & 7);
+            if (row >= tall) continue;
+            const float* from = sums + token * ROW_SUMS + row;
+            write_output(job, at.group, mapped_row(job.y_map, at.token0 + token, at.start, jobs), tile_first + (row >> 4), row & 15, from[0], from[8]);
+        }
+        return;
     }
+    if ((int)threadIdx.x < tall)
+#pragma unroll 4
+        for (int token = 0; token < at.count; ++token)
+            write_output(job, at.group, mapped_row(job.y_map, at.token0 + token, at.start, jobs), tile_first + (threadIdx.x >> 4), threadIdx.x & 15,
+                         sums[token * ROW_SUMS + threadIdx.x], 0.0f);
 }
 
 #if EXACT
@@ -153,7 +164,7 @@ __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const
         }
     }
     copies_wait<0>();
-    if (busy) write_sums(jobs, job, at, c, lane);
+    write_sums(jobs, job, at, c, (float*)tiles);
 }
 #else
 #define PIECES (HAS(F32) ? 8 : 4)  // 16-byte pieces of raw weights a lane has of a tile in a stage, at most
@@ -295,7 +306,7 @@ __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const
             for (int n = 0; n < TN / 8; ++n) { c[i][n][0] *= top; c[i][n][1] *= top; c[i][n][2] *= bottom; c[i][n][3] *= bottom; }
         }
     }
-    write_sums(jobs, job, at, c, lane);
+    write_sums(jobs, job, at, c, (float*)tiles);
 }
 #endif
 

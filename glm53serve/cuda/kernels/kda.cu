@@ -2,8 +2,8 @@
 // A slot's state is one block of floats: state + slot * slot_stride; a layer's S [heads][KDA_D][KDA_D] and window [CONV-1][3P] lie at offsets in it.
 
 #define PADDED_D ((KDA_D + 31) / 32 * 32)
-#define QUADS ((KDA_D + 15) / 16)      // float4s of a key vector held by each of 4 lanes
-#define KEYS (QUADS * 16)
+#define QUADS ((KDA_D + 31) / 32)      // float4s of a key vector held by each of 8 lanes
+#define KEYS (QUADS * 32)
 #define SCAN_TOKENS 8
 #define SCAN_COLUMNS 32
 #define SCAN_BUFFERS 3
@@ -63,27 +63,27 @@ KERNEL kda_prepare(const float* raw, int ld, const float* beta, int ldb, const f
 
 // The recurrence (model spec 4.2) over the rows of a span, S in registers, and the window after it. o = S^T q is taken from the decayed S before
 // the update, plus u (q.k). spans [n][3] = slot, first row, rows. Rows of a dead span are neither computed nor written.
-// grid (KDA_D / 32, heads, spans), 128 threads: lane 4c + s holds column c of eight, key channels 16m + 4s .. +3.
-KERNEL __launch_bounds__(128) kda_scan(const float* q, const float* k, const float* v, const float* decay, const float* beta, const float* qk, const float* raw, int ld,
+// grid (KDA_D / 32, heads, spans), 256 threads: lane 8c + s holds column c of four, key channels 32m + 4s .. +3.
+KERNEL __launch_bounds__(256) kda_scan(const float* q, const float* k, const float* v, const float* decay, const float* beta, const float* qk, const float* raw, int ld,
                                        const int* spans, const int* live, float* state, long slot_stride, long s_at, long window_at, float* o) {
     __shared__ __align__(16) float sk[SCAN_BUFFERS][SCAN_TOKENS][KEYS], sq[SCAN_BUFFERS][SCAN_TOKENS][KEYS], se[SCAN_BUFFERS][SCAN_TOKENS][KEYS];
     __shared__ __align__(16) float sv[SCAN_BUFFERS][SCAN_TOKENS][SCAN_COLUMNS], sb[SCAN_BUFFERS][SCAN_TOKENS][2];
     WAIT_BEFORE();
     const int head = blockIdx.y, heads = gridDim.y, P = heads * KDA_D, slot = spans[3 * blockIdx.z], first = spans[3 * blockIdx.z + 1], count = spans[3 * blockIdx.z + 2];
     if (!live[first]) return;
-    const int lane = threadIdx.x & 31, part = lane & 3, column = blockIdx.x * SCAN_COLUMNS + (threadIdx.x >> 5) * 8 + (lane >> 2), c32 = (threadIdx.x >> 5) * 8 + (lane >> 2);
+    const int lane = threadIdx.x & 31, part = lane & 7, c32 = (threadIdx.x >> 5) * 4 + (lane >> 3), column = blockIdx.x * SCAN_COLUMNS + c32;
     float* S = state + slot * slot_stride + s_at + (long)head * KDA_D * KDA_D;
     float s[QUADS][4];
 #pragma unroll
     for (int m = 0; m < QUADS; ++m)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            int i = 16 * m + 4 * part + e;
+            int i = 32 * m + 4 * part + e;
             s[m][e] = i < KDA_D && column < KDA_D ? S[(long)i * KDA_D + column] : 0.0f;
         }
     auto stage = [&](int from) {  // asynchronous copies of the next tokens; those after the span come as zeros
         const int buffer = from / SCAN_TOKENS % SCAN_BUFFERS;
-        for (int at = threadIdx.x; at < SCAN_TOKENS * KEYS / 4; at += 128) {
+        for (int at = threadIdx.x; at < SCAN_TOKENS * KEYS / 4; at += 256) {
             const int token = at / (KEYS / 4), i = at % (KEYS / 4) * 4;
             const bool there = from + token < count && i < KDA_D;
             const long g = there ? (long)(first + from + token) * P + head * KDA_D + i : 0;
@@ -91,7 +91,7 @@ KERNEL __launch_bounds__(128) kda_scan(const float* q, const float* k, const flo
             copy16_async(&sq[buffer][token][i], q + g, there);
             copy16_async(&se[buffer][token][i], decay + g, there);
         }
-        for (int at = threadIdx.x; at < SCAN_TOKENS * SCAN_COLUMNS / 4; at += 128) {
+        for (int at = threadIdx.x; at < SCAN_TOKENS * SCAN_COLUMNS / 4; at += 256) {
             const int token = at / (SCAN_COLUMNS / 4), i = at % (SCAN_COLUMNS / 4) * 4, c = blockIdx.x * SCAN_COLUMNS + i;
             const bool there = from + token < count && c < KDA_D;
             copy16_async(&sv[buffer][token][i], v + (there ? (long)(first + from + token) * P + head * KDA_D + c : 0), there);
@@ -114,8 +114,8 @@ KERNEL __launch_bounds__(128) kda_scan(const float* q, const float* k, const flo
             F4 kk[QUADS];
 #pragma unroll
             for (int m = 0; m < QUADS; ++m) {
-                const F4 ee = *(const F4*)&se[buffer][token][16 * m + 4 * part], qq = *(const F4*)&sq[buffer][token][16 * m + 4 * part];
-                kk[m] = *(const F4*)&sk[buffer][token][16 * m + 4 * part];
+                const F4 ee = *(const F4*)&se[buffer][token][32 * m + 4 * part], qq = *(const F4*)&sq[buffer][token][32 * m + 4 * part];
+                kk[m] = *(const F4*)&sk[buffer][token][32 * m + 4 * part];
                 s[m][0] *= ee.x; s[m][1] *= ee.y; s[m][2] *= ee.z; s[m][3] *= ee.w;
                 dot_k[0] += s[m][0] * kk[m].x; dot_k[1] += s[m][1] * kk[m].y; dot_k[2] += s[m][2] * kk[m].z; dot_k[3] += s[m][3] * kk[m].w;
                 dot_q[0] += s[m][0] * qq.x; dot_q[1] += s[m][1] * qq.y; dot_q[2] += s[m][2] * qq.z; dot_q[3] += s[m][3] * qq.w;
@@ -123,6 +123,7 @@ KERNEL __launch_bounds__(128) kda_scan(const float* q, const float* k, const flo
             float sum_k = (dot_k[0] + dot_k[1]) + (dot_k[2] + dot_k[3]), sum_q = (dot_q[0] + dot_q[1]) + (dot_q[2] + dot_q[3]);
             sum_k += __shfl_xor_sync(0xffffffffu, sum_k, 1); sum_q += __shfl_xor_sync(0xffffffffu, sum_q, 1);
             sum_k += __shfl_xor_sync(0xffffffffu, sum_k, 2); sum_q += __shfl_xor_sync(0xffffffffu, sum_q, 2);
+            sum_k += __shfl_xor_sync(0xffffffffu, sum_k, 4); sum_q += __shfl_xor_sync(0xffffffffu, sum_q, 4);
             const float u = sb[buffer][token][0] * (sv[buffer][token][c32] - sum_k);
 #pragma unroll
             for (int m = 0; m < QUADS; ++m) {
@@ -135,12 +136,12 @@ KERNEL __launch_bounds__(128) kda_scan(const float* q, const float* k, const flo
     for (int m = 0; m < QUADS; ++m)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            int i = 16 * m + 4 * part + e;
+            int i = 32 * m + 4 * part + e;
             if (i < KDA_D && column < KDA_D) S[(long)i * KDA_D + column] = s[m][e];
         }
     if (blockIdx.x == 0) {  // the window: rows move up by `count`, oldest first, so a short span may do it in place
         float* window = state + slot * slot_stride + window_at;
-        for (int at = threadIdx.x; at < 3 * KDA_D; at += 128) {
+        for (int at = threadIdx.x; at < 3 * KDA_D; at += 256) {
             const long channel = (long)(at / KDA_D) * P + head * KDA_D + at % KDA_D;
             for (int m = 0; m < CONV - 1; ++m) {
                 const int from = count - (CONV - 1) + m;
