@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 
@@ -35,7 +34,9 @@ def flash(layers: int, experts: int) -> ModelConfig:
 class Bed:
     """A random model with its decoders, and the rates of the machine."""
 
-    def __init__(self, config: ModelConfig, dense: str, expert: str, slots: int, capacity: int, chunk: int, host_share: float = 0.0, loops: bool = True) -> None:
+    def __init__(
+        self, config: ModelConfig, dense: str, expert: str, slots: int, capacity: int, chunk: int, host_share: float = 0.0, loops: bool = True
+    ) -> None:
         start = time.perf_counter()
         self.config = config
         self.device = BenchDevice(defines(config, {dense, expert, "bf16"}))
@@ -53,7 +54,8 @@ class Bed:
         say(f"{config.num_layers} layers, {config.n_routed_experts} experts, dense {dense}, experts {expert}: drawn in {time.perf_counter() - start:.1f} s")
         start = time.perf_counter()
         self.decoder: Decoder = Decoder(self.layers, say, loops=loops)
-        say(f"decode graphs in {time.perf_counter() - start:.1f} s, captured: {self.decoder.captured}; {self.device.free_bytes() / 1e9:.1f} GB of the device free")
+        took = time.perf_counter() - start
+        say(f"decode graphs in {took:.1f} s, captured: {self.decoder.captured}; {self.device.free_bytes() / 1e9:.1f} GB of the device free")
 
     def prefill(self, slot: int, tokens: int, seed: int = 0) -> float:
         """Seconds of one prompt of `tokens` tokens in an empty slot."""
@@ -301,10 +303,106 @@ def bench_cancel(bed: Bed, rows: int) -> None:
     say(f"cancel inside a chunk of {rows}: {len(took)} hits, ms: {percentiles(np.array(took))}")
 
 
+def bench_decode_cancel(bed: Bed, position: int) -> None:
+    """From a cancel in decode to its commit, in steps and milliseconds."""
+    rng = np.random.default_rng(2)
+    step = bed.decode(1, 50, position)
+    took, after = [], []
+    for trial in range(50):
+        session = decode_loop(bed.decoder, 1)
+        session.start(RowPlan(0, 17, position + trial, 500, 500))
+        for _ in range(int(rng.integers(3, 12))):
+            session.turn()
+        time.sleep(float(rng.uniform(0, step)))
+        head, start = bed.decoder.committed(), time.perf_counter()
+        session.cancel(0)
+        while session.live_slots:
+            session.turn()
+        took.append(1e3 * (time.perf_counter() - start))
+        after.append(session.harvested - head)
+        session.drain()
+    say(f"cancel in decode: ms {percentiles(np.array(took))}, step {step * 1e3:.2f} ms, steps until its commit, that one included: at most {max(after)}")
+
+
+def bench_nano() -> None:
+    """The shipped model: decode and gaps."""
+    from glm53serve.cuda.backend import load_backend
+    from glm53serve.load import shipped_model
+    from glm53serve.model.checkpoint import open_checkpoint
+
+    backend = load_backend(open_checkpoint(shipped_model()), 16, 4096, 512, make_device=BenchDevice, looping=True, note=say)
+    bed = Bed.__new__(Bed)
+    bed.config, bed.device = backend.layers.config, backend.device  # type: ignore[assignment]
+    bed.layers, bed.head, bed.decoder = backend.layers, backend.head, backend.decoder
+    for slots in (1, 16):
+        for slot in range(slots):
+            bed.prefill(slot, 64, slot)
+        wall = bed.decode(slots, 500, 64)
+        _, step = bed.gaps(400)
+        say(f"shipped model, {slots} streams: step {np.median(step):.1f} us, {slots / wall:.0f} tok/s")
+    bench_gaps(bed, 64, "shipped model")
+    backend.device.close()
+
+
+def bench_host_experts(layers: int, share: float) -> None:
+    """A model with a share of its experts in pinned host memory: the same tokens, and the step against its bound."""
+    tokens = []
+    for part in (0.0, share):
+        bed = Bed(flash(layers, 96), "int8", "int4", 2, 2048, 512, host_share=part, loops=False)
+        bed.prefill(0, 256)
+        session = decode_loop(bed.decoder, 1)
+        session.start(RowPlan(0, 17, 256, 300, 300))
+        out = []
+        while session.live_slots or session.outstanding:
+            out += [c.token for c in session.turn()]
+        tokens.append(out)
+        _, step = bed.gaps(250)
+        bed.layers.clear_uses(0)
+        bed.decode(1, 100, 600)
+        uses = bed.layers.expert_uses(0)
+        missed = float(uses[bed.layers.tiers() == 1].sum()) / 100
+        expert = next(layer.ffn.expert_bytes for layer in bed.model.layers if isinstance(layer.ffn, MoeOnDevice))
+        total = sum(bed.step_bytes(1, round(uses.sum() / 100), 600).values())
+        bound = max((total - missed * expert) / bed.copy / 1e9, missed * expert / 50e9)
+        mean = float(np.mean(bed.gaps(90)[1])) / 1e6
+        say(
+            f"{layers} layers, 96 experts, {100 * part:.0f} % of the experts on the host: step median {np.median(step):.0f} us, mean {mean * 1e6:.0f} us, "
+            f"{missed:.2f} experts missed a step, bound {bound * 1e6:.0f} us = {100 * bound / mean:.0f} % reached"
+        )
+        bed.close()
+    say("tokens with experts on the host equal those without:", tokens[0] == tokens[1], len(tokens[0]))
+
+
+def bench_peers(layers: int, experts: int) -> None:
+    """transformers on the same GPU and shape, bf16; it runs first, in its own process."""
+    import json
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-m", "bench.cuda_peers", str(layers), str(experts)], capture_output=True, text=True, check=False, timeout=240)
+    if done.returncode:
+        say("transformers did not run:", done.stderr[-1500:])
+        return
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    bed = Bed(flash(layers, experts), "bf16", "bf16", 1, 5120, 4096, loops=False)
+    bed.prefill(0, 4096)
+    ours = min(bed.prefill(0, 4096) for _ in range(2))
+    bed.decode(1, 20, 4096)
+    step = bed.decode(1, 100, 4120)
+    say(
+        f"{layers} layers, {experts} experts, bf16, at depth 4,096: transformers prefill {4096 / theirs['prefill']:.0f} tok/s, decode {1 / theirs['step']:.1f} tok/s; "
+        f"here {4096 / ours:.0f} and {1 / step:.0f}: {theirs['prefill'] / ours:.1f} x and {theirs['step'] / step:.0f} x"
+    )
+    bed.close()
+
+
+BED_SECTIONS = ("decode", "prefill", "check", "probe", "gaps", "cancel")
+
+
 def main() -> None:
     """Run the sections asked for."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sections", default="decode,prefill,gaps,cancel")
+    parser.add_argument("--sections", default="decode,check,prefill,gaps,cancel,nano,host,peers")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=288)
     parser.add_argument("--context", type=int, default=4096)
@@ -312,24 +410,31 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--dense", default="int8")
     parser.add_argument("--expert", default="int4")
-    parser.add_argument("--host-share", type=float, default=0.0)
     options = parser.parse_args()
-    config = replace(flash(options.layers, options.experts))
-    bed = Bed(config, options.dense, options.expert, options.slots, options.context + 1024, options.rows, options.host_share)
-    for section in options.sections.split(","):
-        if section == "decode":
-            bench_decode(bed, options.context)
-        elif section == "prefill":
-            bench_prefill(bed, options.rows)
-        elif section == "check":
-            bench_check(bed)
-        elif section == "probe":
-            bench_probe(bed)
-        elif section == "gaps":
-            bench_gaps(bed, 64, "real width")
-        elif section == "cancel":
-            bench_cancel(bed, options.rows)
-    bed.close()
+    sections = options.sections.split(",")
+    if set(sections) & set(BED_SECTIONS):
+        bed = Bed(flash(options.layers, options.experts), options.dense, options.expert, options.slots, options.context + 1024, options.rows)
+        for section in sections:
+            if section == "decode":
+                bench_decode(bed, options.context)
+            elif section == "prefill":
+                bench_prefill(bed, options.rows)
+            elif section == "check":
+                bench_check(bed)
+            elif section == "probe":
+                bench_probe(bed)
+            elif section == "gaps":
+                bench_gaps(bed, 64, "real width")
+            elif section == "cancel":
+                bench_cancel(bed, options.rows)
+                bench_decode_cancel(bed, 64)
+        bed.close()
+    if "nano" in sections:
+        bench_nano()
+    if "host" in sections:
+        bench_host_experts(6, 0.1)
+    if "peers" in sections:
+        bench_peers(8, 64)
 
 
 if __name__ == "__main__":
