@@ -37,7 +37,7 @@ from glm53serve.model.weights import (
 from glm53serve.vulkan.commands import Commands
 from glm53serve.vulkan.device import Device
 from glm53serve.vulkan.errors import VulkanUnavailable
-from glm53serve.vulkan.layer import MoeFfn
+from glm53serve.vulkan.ffn import MoeFfn
 from glm53serve.vulkan.layers import VulkanLayers
 from glm53serve.vulkan.queue import Queue
 

@@ -1,4 +1,4 @@
-"""A logical device: one compute queue, memory, buffers, pipelines and descriptor sets."""
+"""A logical device: one compute queue, memory, buffers and moving data."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from glm53serve.engine.seam import DeviceLost
-from glm53serve.vulkan import modules
 from glm53serve.vulkan.binding import check, new
 from glm53serve.vulkan.devices import COOPERATIVE_MATRIX, DEVICE_LOCAL, HOST_CACHED, HOST_COHERENT, HOST_VISIBLE, DeviceInfo, list_devices, pick
 from glm53serve.vulkan.errors import OutOfDeviceMemory
 from glm53serve.vulkan.faults import VulkanFaults
 from glm53serve.vulkan.instance import Instance
+from glm53serve.vulkan.pipelines import Pipelines
 
 STORAGE_USAGE = 0x20 | 1 | 2
 SLAB = 32 << 20
-BINDINGS = 8
-PUSH_BYTES = 64
-SETS_A_POOL = 512
 STAGE_COMPUTE, STAGE_TRANSFER, STAGE_HOST = 0x800, 0x1000, 0x4000
 SHADER_READ, SHADER_WRITE, TRANSFER_READ, TRANSFER_WRITE, HOST_READ, HOST_WRITE = 0x20, 0x40, 0x800, 0x1000, 0x2000, 0x4000
 STAGING = 32 << 20
@@ -86,16 +83,13 @@ class Device:
         self._memories: list[Any] = []
         self._buffers: list[Any] = []
         self._slab: _Slab | None = None
-        self._pipelines: dict[tuple[str, tuple[tuple[int, int], ...]], Any] = {}
-        self._modules: dict[str, Any] = {}
         self._semaphores: list[Any] = []
-        self._pools: list[Any] = []
-        self._sets_left = 0
-        self._sets: dict[tuple[tuple[int, int, int], ...], Any] = {}
         out = self.ffi.new("VkQueue*")
         self.lib.vkGetDeviceQueue(self.handle, self.info.queue_family, 0, out)
         self.queue = out[0]
-        self._make_layouts()
+        self.pipelines = Pipelines(self)
+        self.pipeline, self.bind = self.pipelines.pipeline, self.pipelines.bind
+        self.layout, self.common_layout = self.pipelines.layout, self.pipelines.common_layout
         self.command_pool = self._command_pool()
         self._staging: Buffer | None = None
         try:
@@ -224,119 +218,6 @@ class Device:
         commands.barrier(STAGE_TRANSFER, STAGE_COMPUTE | STAGE_TRANSFER, TRANSFER_WRITE, SHADER_READ | SHADER_WRITE | TRANSFER_READ | TRANSFER_WRITE)
         commands.run()
 
-    # --- pipelines and descriptor sets -------------------------------------------------------------------------------------------
-
-    def pipeline(self, name: str, constants: dict[int, int] | None = None) -> Any:
-        """A compute pipeline of a module with specialisation constants (id -> 32-bit value; id 0, the halt check, is set here)."""
-        values = {0: int(self.halt_word), **(constants or {})}
-        key = (name, tuple(sorted(values.items())))
-        if key not in self._pipelines:
-            self._pipelines[key] = self._make_pipeline(name, values)
-        return self._pipelines[key]
-
-    def _make_pipeline(self, name: str, values: dict[int, int]) -> Any:
-        ffi, lib, vk = self.ffi, self.lib, self.vk
-        data = ffi.new("uint32_t[]", list(values.values()))
-        entries = ffi.new("VkSpecializationMapEntry[]", len(values))
-        for i, number in enumerate(values):
-            entries[i].constantID, entries[i].offset, entries[i].size = number, 4 * i, 4
-        special = ffi.new("VkSpecializationInfo*")
-        special.mapEntryCount, special.pMapEntries, special.dataSize, special.pData = len(values), entries, 4 * len(values), data
-        entry_point = ffi.new("char[]", b"main")
-        info = new(ffi, "VkComputePipelineCreateInfo", vk.VK_STRUCTURE_TYPE_COMPUTE_PIPELINE_CREATE_INFO, layout=self.layout)
-        stage = info.stage
-        stage.sType = vk.VK_STRUCTURE_TYPE_PIPELINE_SHADER_STAGE_CREATE_INFO
-        stage.stage, stage.module, stage.pName, stage.pSpecializationInfo = vk.VK_SHADER_STAGE_COMPUTE_BIT, self._module(name), entry_point, special
-        out = ffi.new("VkPipeline*")
-        check(lib.vkCreateComputePipelines(self.handle, ffi.NULL, 1, info, ffi.NULL, out), f"pipeline {name}")
-        return out[0]
-
-    def _module(self, name: str) -> Any:
-        if name not in self._modules:
-            ffi, vk = self.ffi, self.vk
-            code = modules.load(name)
-            words = ffi.new("uint32_t[]", len(code) // 4)
-            ffi.memmove(words, code, len(code))
-            info = new(ffi, "VkShaderModuleCreateInfo", vk.VK_STRUCTURE_TYPE_SHADER_MODULE_CREATE_INFO, codeSize=len(code), pCode=words)
-            out = ffi.new("VkShaderModule*")
-            check(self.lib.vkCreateShaderModule(self.handle, info, ffi.NULL, out), f"module {name}")
-            self._modules[name] = out[0]
-        return self._modules[name]
-
-    def bind(self, buffers: list[Buffer], layout: Any = None) -> Any:
-        """A descriptor set (as a one-element array) of a kernel's buffers, unused bindings filled up; made once per combination."""
-        filled = buffers + [self.dummy] * (BINDINGS - len(buffers)) if layout is None else buffers
-        key = tuple((int(self.ffi.cast("uintptr_t", b.handle)), b.offset, b.nbytes) for b in filled)
-        if key not in self._sets:
-            self._sets[key] = self._make_set(filled, self.kernel_layout if layout is None else layout)
-        return self._sets[key]
-
-    def _make_set(self, buffers: list[Buffer], layout: Any) -> Any:
-        ffi, lib, vk = self.ffi, self.lib, self.vk
-        if self._sets_left == 0:
-            size = ffi.new("VkDescriptorPoolSize*")
-            size.type, size.descriptorCount = vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, SETS_A_POOL * BINDINGS
-            pool_info = new(
-                ffi, "VkDescriptorPoolCreateInfo", vk.VK_STRUCTURE_TYPE_DESCRIPTOR_POOL_CREATE_INFO, maxSets=SETS_A_POOL, poolSizeCount=1, pPoolSizes=size
-            )
-            pool = ffi.new("VkDescriptorPool*")
-            check(lib.vkCreateDescriptorPool(self.handle, pool_info, ffi.NULL, pool), "vkCreateDescriptorPool")
-            self._pools.append(pool[0])
-            self._sets_left = SETS_A_POOL
-        layouts = ffi.new("VkDescriptorSetLayout[1]", [layout])
-        ask = new(
-            ffi,
-            "VkDescriptorSetAllocateInfo",
-            vk.VK_STRUCTURE_TYPE_DESCRIPTOR_SET_ALLOCATE_INFO,
-            descriptorPool=self._pools[-1],
-            descriptorSetCount=1,
-            pSetLayouts=layouts,
-        )
-        made = ffi.new("VkDescriptorSet[1]")
-        check(lib.vkAllocateDescriptorSets(self.handle, ask, made), "vkAllocateDescriptorSets")
-        self._sets_left -= 1
-        ranges = ffi.new("VkDescriptorBufferInfo[]", len(buffers))
-        writes = ffi.new("VkWriteDescriptorSet[]", len(buffers))
-        for i, buffer in enumerate(buffers):
-            ranges[i].buffer, ranges[i].offset, ranges[i].range = buffer.handle, buffer.offset, buffer.nbytes
-            writes[i].sType = vk.VK_STRUCTURE_TYPE_WRITE_DESCRIPTOR_SET
-            writes[i].dstSet, writes[i].dstBinding, writes[i].descriptorCount = made[0], i, 1
-            writes[i].descriptorType, writes[i].pBufferInfo = vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, ranges + i
-        lib.vkUpdateDescriptorSets(self.handle, len(buffers), writes, 0, ffi.NULL)
-        return made
-
-    def _make_layouts(self) -> None:
-        self.common_layout, self.kernel_layout = self._set_layout(2), self._set_layout(BINDINGS)
-        ffi, vk = self.ffi, self.vk
-        both = ffi.new("VkDescriptorSetLayout[2]", [self.common_layout, self.kernel_layout])
-        push = ffi.new("VkPushConstantRange*")
-        push.stageFlags, push.size = vk.VK_SHADER_STAGE_COMPUTE_BIT, PUSH_BYTES
-        info = new(
-            ffi,
-            "VkPipelineLayoutCreateInfo",
-            vk.VK_STRUCTURE_TYPE_PIPELINE_LAYOUT_CREATE_INFO,
-            setLayoutCount=2,
-            pSetLayouts=both,
-            pushConstantRangeCount=1,
-            pPushConstantRanges=push,
-        )
-        out = ffi.new("VkPipelineLayout*")
-        check(self.lib.vkCreatePipelineLayout(self.handle, info, ffi.NULL, out), "vkCreatePipelineLayout")
-        self.layout = out[0]
-
-    def _set_layout(self, count: int) -> Any:
-        ffi, vk = self.ffi, self.vk
-        slots = ffi.new("VkDescriptorSetLayoutBinding[]", count)
-        for i in range(count):
-            slots[i].binding, slots[i].descriptorCount = i, 1
-            slots[i].descriptorType, slots[i].stageFlags = vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER, vk.VK_SHADER_STAGE_COMPUTE_BIT
-        info = new(
-            ffi, "VkDescriptorSetLayoutCreateInfo", vk.VK_STRUCTURE_TYPE_DESCRIPTOR_SET_LAYOUT_CREATE_INFO, bindingCount=count, pBindings=slots
-        )
-        out = ffi.new("VkDescriptorSetLayout*")
-        check(self.lib.vkCreateDescriptorSetLayout(self.handle, info, ffi.NULL, out), "vkCreateDescriptorSetLayout")
-        return out[0]
-
     # --- the queue ---------------------------------------------------------------------------------------------------------------
 
     def timeline(self) -> Any:
@@ -375,13 +256,9 @@ class Device:
             return
         ffi, lib, handle = self.ffi, self.lib, self.handle
         lib.vkDeviceWaitIdle(handle)
+        self.pipelines.close()
         for destroy, things in (
-            (lib.vkDestroyPipeline, list(self._pipelines.values())),
-            (lib.vkDestroyShaderModule, list(self._modules.values())),
             (lib.vkDestroySemaphore, self._semaphores),
-            (lib.vkDestroyDescriptorPool, self._pools),
-            (lib.vkDestroyPipelineLayout, [self.layout]),
-            (lib.vkDestroyDescriptorSetLayout, [self.common_layout, self.kernel_layout]),
             (lib.vkDestroyCommandPool, [self.command_pool]),
             (lib.vkDestroyBuffer, self._buffers),
             (lib.vkFreeMemory, self._memories),

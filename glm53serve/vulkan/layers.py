@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,13 +14,13 @@ from numpy.typing import NDArray
 from glm53serve.engine.seam import Batch, DeviceLost, Halt, Halted, Meter, never
 from glm53serve.model.config import DSA, SHARED, SPARSE, ModelConfig
 from glm53serve.model.weights import ExpertSource, LayerWeights
-from glm53serve.vulkan.commands import Commands
 from glm53serve.vulkan.device import Buffer, Device
-from glm53serve.vulkan.errors import OutOfDeviceMemory
-from glm53serve.vulkan.graph import RATES, Graph, Rate, record_entry, record_exit, record_graph
+from glm53serve.vulkan.graph import Rate
 from glm53serve.vulkan.groups import Group, cut
+from glm53serve.vulkan.halting import HaltGate
 from glm53serve.vulkan.layer import ChainLayer, load_layer
 from glm53serve.vulkan.queue import Queue
+from glm53serve.vulkan.recordings import Recordings, bucket
 from glm53serve.vulkan.scratch import Scratch, Sizes
 from glm53serve.vulkan.state import NONE, DsaState, KdaState, PageCopies, Pages, SavedState, make_state
 
@@ -123,20 +122,14 @@ class VulkanLayers:
         self._copies = PageCopies(device, sizes, [s for s in self.states.values() if isinstance(s, KdaState)])
         self._queue = Queue(device)
         words = HEADER_WORDS + (ROW_WORDS + SPAN_WORDS) * sizes.rows
-        self._halt_word = device.host(64)
+        self._gate = HaltGate(device, self._queue)
         self._parameters = device.local(4 * words)
         device.zero([self._parameters])
-        self._common = device.bind([self._halt_word, self._parameters], device.common_layout)
+        self._common = device.bind([self._gate.word, self._parameters], device.common_layout)
         stride = config.hc_mult * sizes.hidden
         self._rings = [(device.host(4 * words), device.host(4 * sizes.rows * stride), device.host(4 * sizes.rows * stride, cached=True)) for _ in range(2)]
         self._stride = stride
-        self._graphs: dict[tuple[int, int], Graph] = {}
-        self._entries: dict[tuple[int, int], tuple[Commands, Commands]] = {}
-        self._lock = threading.Lock()
-        self._asking: Halt | None = None
-        self._interrupted = False
-        self.rate = rate or RATES[device.info.kind]
-        self._adapts = rate is None
+        self.recordings = Recordings(device, self._chain, self._scratch, self._common, self._parameters, self._rings, rate)
         self.observed: dict[tuple[int, int], list[float]] = {}
         """Seconds of each segment of the last pass, by (bucket, spans)."""
         self._last_landing = 0.0
@@ -193,12 +186,11 @@ class VulkanLayers:
 
     def close(self) -> None:
         """Release everything, the device too."""
-        with self._lock:
-            self._asking = None
-            if self._owns_device:
-                self.device.close()
-            else:
-                self.device.idle()
+        self._gate.disarm(None)
+        if self._owns_device:
+            self.device.close()
+        else:
+            self.device.idle()
 
     def _uses_of(self, slot: int) -> Buffer:
         size = 4 * self._sparse * self.config.n_routed_experts
@@ -218,22 +210,14 @@ class VulkanLayers:
         The pass that runs is asked, under a lock, whether it is meant: a cancel that comes late finds another pass, whose halt says no,
         or none, and does nothing. Otherwise the halt word is written (kernels that start from now on leave at once) and the wait ends.
         """
-        with self._lock:
-            if self.device.lost or self._asking is None or self._interrupted or not self._asking():
-                return
-            self._interrupted = True
-            self._halt_word.view(np.uint32)[0] = 1
-            try:
-                self._queue.wake()
-            except DeviceLost:
-                self.device.lost = True  # the pass that runs will meet it and say so
+        self._gate.interrupt()
 
     def forward(self, streams: F32, batch: Batch, halt: Halt = never) -> F32:
         """All layers over the rows: streams float32 [rows, hc_mult, H] -> the same shape (see `seam.Layers.forward`)."""
         started = self._last_landing = time.perf_counter()
         self.observed.clear()
         passing = _Pass(list(cut(batch, self.sizes.rows)), streams, np.empty_like(streams))
-        wakes = self._arm(halt)
+        wakes = self._gate.arm(halt)
         try:
             for flight in self._submissions(passing):
                 passing.flights.append(flight)
@@ -244,20 +228,20 @@ class VulkanLayers:
                 self._land(passing, wakes, last=len(passing.flights) == 1)
             self._catch_up(passing)
         finally:
-            self._disarm(passing.flights)
+            self._gate.disarm(passing.flights[-1].number if passing.flights else None)
         for slot in {span.slot for span in batch.spans}:
             self._pages.commit(slot)
         self._note(batch.rows, time.perf_counter() - started)
-        self._adapt()
+        self.recordings.adapt(self.observed)
         return passing.out
 
     def _submissions(self, passing: _Pass) -> Iterator[_Flight]:
         """Submit segment after segment, one each time the caller comes back for the next."""
         for number, group in enumerate(passing.groups):
-            graph = self._graph(group)
+            graph = self.recordings.graph_of(group, self.sizes.rows)
             while passing.filled <= number:
                 self._fill(passing)
-            entry, leave = self._entry(number % 2, graph.bucket)
+            entry, leave = self.recordings.copies(number % 2, graph.bucket, self._stride)
             last = len(graph.segments) - 1
             for i, segment in enumerate(graph.segments):
                 buffers = ([entry] if i == 0 else []) + [segment.commands] + ([leave] if i == last else [])
@@ -276,9 +260,7 @@ class VulkanLayers:
             if flight.group is not None:
                 passing.landed += 1
         passing.layer = passing.flights[0].layer if passing.flights else flight.layer
-        with self._lock:
-            asking, interrupted = self._asking, self._interrupted
-        if interrupted or (asking is not None and not last and asking()):
+        if self._gate.stops(asked_again=not last):
             raise Halted(passing.layer, on_device=True)
 
     def _catch_up(self, passing: _Pass) -> None:
@@ -302,69 +284,16 @@ class VulkanLayers:
         """Rows in slices of about two megabytes; an interrupt does not wait for a whole group's copy. Raises Halted."""
         step = max(1, COPY_FLOATS // self._stride)
         for at in range(0, rows, step):
-            if self._interrupted and (passing.flights or passing.landed):
+            if self._gate.interrupted and (passing.flights or passing.landed):
                 raise Halted(passing.layer, on_device=True)
             yield slice(at, min(at + step, rows))
 
-    def _arm(self, halt: Halt) -> int | None:
-        with self._lock:
-            self._interrupted = False
-            self._asking = None if halt is never else halt
-            return None if halt is never else self._queue.wakes()
-
-    def _disarm(self, flights: deque[_Flight]) -> None:
-        """After a pass or a halt: nothing is asked any more, the device is idle, the word is zero again."""
-        with self._lock:
-            self._asking = None
-            if flights and not self.device.lost:
-                self._halt_word.view(np.uint32)[0] = 1
-        if flights and not self.device.lost:
-            self._queue.wait(flights[-1].number)
-        self._halt_word.view(np.uint32)[0] = 0
-
-    # --- recorded work -----------------------------------------------------------------------------------------------------------
-
     def prepare(self) -> None:
         """Record the graphs of single rows, of a row for every slot and of full row groups now instead of at their first use."""
-        together = self._bucket(min(self.sizes.slots, self.sizes.rows))
-        for key in ((1, 1), (together, together), (self.sizes.rows, 1)):
-            self._recorded(*key)
-
-    def _bucket(self, rows: int) -> int:
-        bucket = 1
-        while bucket < rows:
-            bucket *= 2
-        return min(bucket, self.sizes.rows)
-
-    def _graph(self, group: Group) -> Graph:
-        bucket = self._bucket(group.rows)
-        return self._recorded(bucket, 1 if len(group.pieces) == 1 else bucket)
-
-    def _recorded(self, bucket: int, spans: int) -> Graph:
-        if (bucket, spans) not in self._graphs:
-            self._graphs[bucket, spans] = record_graph(self.device, self._chain, self._scratch, self._common, bucket, spans, self.rate)
-        return self._graphs[bucket, spans]
-
-    def _adapt(self) -> None:
-        """Record again what the last pass showed to be cut too coarsely or too finely."""
-        if not self._adapts:
-            return
-        for key, seconds in self.observed.items():
-            graph = self._graphs[key]
-            rate = graph.better_rate(seconds)
-            if rate is not None:
-                graph.free()
-                recordings = graph.recordings + 1
-                self._graphs[key] = record_graph(self.device, self._chain, self._scratch, self._common, *key, rate, recordings)
-
-    def _entry(self, ring: int, bucket: int) -> tuple[Commands, Commands]:
-        if (ring, bucket) not in self._entries:
-            parameters, into, out = self._rings[ring]
-            size = 4 * bucket * self._stride
-            x = self._scratch["x"].part(0, size)
-            entry = record_entry(self.device, [(parameters, self._parameters), (into.part(0, size), x)])
-            self._entries[ring, bucket] = entry, record_exit(self.device, x, out.part(0, size))
-        return self._entries[ring, bucket]
+        most = self.sizes.rows
+        together = bucket(min(self.sizes.slots, most), most)
+        for key in ((1, 1), (together, together), (most, 1)):
+            self.recordings.graph(*key)
 
     def _fill(self, passing: _Pass) -> None:
         """Write the next group's parameters and rows where the device will copy them from. A slot's first piece of a pass reads its page, later
@@ -403,5 +332,3 @@ class VulkanLayers:
 def _shared(config: ModelConfig, layer: int) -> bool:
     return config.layer_kinds[layer] == DSA and config.indexer_kinds[layer] == SHARED
 
-
-__all__ = ["OutOfDeviceMemory", "VulkanLayers"]

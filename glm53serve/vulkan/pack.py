@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from glm53serve.model import quant
 from glm53serve.model.weights import F32Array, FfnWeights, Matrix, MatrixFormat
 
+Narrow = Callable[[Matrix], Matrix]
+"""What dense matrices go through on their way to the device."""
 BLOCK = 64
 EIGHTHS = {"f32": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 """Bytes of eight weights."""

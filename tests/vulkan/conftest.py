@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from glm53serve.vulkan.binding import HOW_TO_INSTALL
 from glm53serve.vulkan.device import Device
 from glm53serve.vulkan.errors import VulkanUnavailable
 
@@ -42,7 +41,7 @@ def shared_device() -> Iterator[Device]:
     except VulkanUnavailable as unavailable:
         if REQUIRED:
             raise
-        pytest.skip(f"no Vulkan: {unavailable.reason} ({HOW_TO_INSTALL}, and vulkan-validationlayers)")
+        pytest.skip(f"{unavailable.reason}; for these tests: apt-get install libvulkan1 mesa-vulkan-drivers vulkan-validationlayers")
     yield device
     instance = device.instance
     device.close()

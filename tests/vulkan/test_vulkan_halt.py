@@ -197,8 +197,8 @@ def test_work_queued_behind_the_halt_word_is_not_done(device: Device, model: Tin
     runner = primed(device, model, rows=64)
     ids = random_ids(model.config, 64, seed=3)
     runner.streams(ids, PRIMED)
-    queue, word, x = runner.layers._queue, runner.layers._halt_word.view(np.uint32), runner.layers._scratch["x"]
-    graph = runner.layers._graphs[64, 1]
+    queue, word, x = runner.layers._queue, runner.layers._gate.word.view(np.uint32), runner.layers._scratch["x"]
+    graph = runner.layers.recordings.graphs[64, 1]
     before = device.get(x)
     for value, same in ((1, True), (0, False)):
         word[0] = value
