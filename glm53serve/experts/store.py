@@ -35,7 +35,9 @@ from glm53serve.model.weights import FfnWeights, Matrix
 POLL_SECONDS = 0.002
 """How often a waiting layer asks whether it should stop."""
 EXTRA_SHARE = 10
-"""Transit buffers may exceed the budget by this part of it."""
+"""As many transit buffers as there are readers may come on top of the budget, up to this part of it."""
+MANY = 50
+"""With this many buffers a reader one transit buffer more is worth its place: a read goes on while another's product is computed."""
 Key = tuple[int, int]
 Buffer = NDArray[np.uint8]
 
@@ -117,8 +119,9 @@ class ExpertStore:
     def open(self, budget: int) -> None:
         """Start with room for `budget` experts (at least two are held whatever it says)."""
         budget = min(max(budget, 2), len(self.places))
-        readers, extra = THREADS * len(self.files.copies), budget // EXTRA_SHARE
-        self.transit = 0 if budget == len(self.places) else min(readers + (extra > readers), budget)
+        readers = THREADS * len(self.files.copies)
+        extra = min(budget // EXTRA_SHARE, readers)
+        self.transit = 0 if budget == len(self.places) else min(readers + (budget >= MANY * readers), budget)
         self.keep = budget - max(0, self.transit - extra)
         for number in range(readers):
             reader = threading.Thread(target=self._read_loop, args=(number % len(self.files.copies),), name=f"experts-{number}", daemon=True)
