@@ -134,7 +134,8 @@ def differences(rebuild: bool = False) -> list[str]:
     if rebuild:
         names = [name for name in VARIANTS if name in entries and compiles(name)]
         with ThreadPoolExecutor(2) as pool:
-            found += [f"{name}: a fresh build by {compiler_version()} differs" for name, same in zip(names, pool.map(_rebuilds, names), strict=True) if not same]
+            same = dict(zip(names, pool.map(_rebuilds, names), strict=True))
+        found += [f"{name}: a fresh build by {compiler_version()} differs" for name in names if not same[name]]
     return found
 
 
