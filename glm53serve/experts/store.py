@@ -7,6 +7,9 @@ and a cold expert never pushes out a hot one.
 Everything below the lock is in one of the states QUEUED, READING, READY; an expert without an entry is on disk only. Buffers are given when a
 read begins. The queue is first in, first out: if its head finds no buffer, a READY expert that a need wants later is sent back to the queue,
 so there is always a way on.
+
+Nothing is read on a guess from earlier tokens: on the shipped model's routing the likeliest absent expert of the next layer is used 30 to 39
+times in 100, and while the disk is what everything waits for, a wrong read is in the way of a needed one.
 """
 
 from __future__ import annotations
