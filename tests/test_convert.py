@@ -19,11 +19,12 @@ import pytest
 
 from glm53serve.cli import main
 from glm53serve.model.checkpoint import open_checkpoint
-from glm53serve.model.convert import JOURNAL, convert, verify
+from glm53serve.model.convert import JOURNAL, convert
 from glm53serve.model.errors import ModelError
 from glm53serve.model.quant import dequantise, requantise
 from glm53serve.model.reference import ReferenceModel
 from glm53serve.model.synth import synth
+from glm53serve.model.verify import verify
 from glm53serve.model.weights import FfnWeights, Matrix
 from tests.rawmodel import Raw, blob
 

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from glm53serve.cpu.threads import physical_cores
-from glm53serve.model.convert import KindError, Progress, convert, verify
+from glm53serve.model.convert import Progress, convert
 from glm53serve.model.info import size
+from glm53serve.model.verify import KindError, verify
 from glm53serve.settings import Settings
 
 

@@ -31,7 +31,7 @@ from glm53serve.model.quant import requantise
 from glm53serve.model.safetensors_file import INDEX, TensorInfo
 from glm53serve.model.shards import DISK_RESERVE, SHARD_BYTES, Entry, Unit, header_bytes, plan_shards
 from glm53serve.model.stored import SCALE_SUFFIX, Extent, StoredMatrix, data_cols, scale_shape
-from glm53serve.model.weights import Matrix, MatrixFormat
+from glm53serve.model.weights import MatrixFormat
 
 JOURNAL = "convert.journal.json"
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
@@ -352,70 +352,3 @@ class _Journal:
 
     def _save(self) -> None:
         _place(self.directory / JOURNAL, json.dumps({**self.fingerprint, "checksums": self.checksums}, indent=1).encode())
-
-
-# -- checking
-
-
-@dataclass(slots=True)
-class KindError:
-    """How far tensors of one kind are from their source: root of the mean square error over that of the source, and the worst element's error."""
-
-    tensors: int = 0
-    error: float = 0.0
-    power: float = 0.0
-    worst: float = 0.0
-
-    @property
-    def relative(self) -> float:
-        """Relative root mean square error."""
-        return (self.error / self.power) ** 0.5 if self.power else 0.0
-
-
-def verify(source: Path, target: Path, experts_a_layer: int = 2, seed: int = 0) -> dict[str, KindError]:
-    """Compare a converted model with its source, by kind of tensor: every dense matrix and small tensor, some experts of each layer.
-
-    Rows are compared 256 at a time, at most 1,024 of a matrix. Raises ModelError when the two are not the same network.
-    """
-    from glm53serve.model.quant import BLOCK, dequantise_rows
-
-    a, b = open_checkpoint(source, mapped=False), open_checkpoint(target, mapped=False)
-    if a.config != b.config:
-        raise ModelError(f"{target}: its config is not that of {source}: not a conversion of it")
-    rng = np.random.default_rng(seed)
-    kinds: dict[str, KindError] = {}
-
-    def compare(name: str, left: Matrix, right: Matrix) -> None:
-        kind = kinds.setdefault(name, KindError())
-        kind.tensors += 1
-        blocks = range(0, left.rows, BLOCK)
-        for first in [blocks[i] for i in sorted(rng.permutation(len(blocks))[:8])]:
-            _accumulate(kind, dequantise_rows(left, first, min(first + BLOCK, left.rows)), dequantise_rows(right, first, min(first + BLOCK, left.rows)))
-
-    others = dict(b.dense_matrices())
-    for name, stored in a.dense_matrices():
-        compare(_kind(name), a.matrix(stored), b.matrix(others[name]))
-    for layer in range(a.config.num_layers):
-        for name, need in layout.layer_needs(a.config, layer, a.tensors):
-            if not need.matrix:
-                kind = kinds.setdefault("small tensors", KindError())
-                kind.tensors += 1
-                _accumulate(kind, a.small(name, need), b.small(name, need))
-    for layer in a.config.sparse_layers:
-        for expert in rng.permutation(a.config.n_routed_experts)[:experts_a_layer].tolist():
-            for role, left, right in zip(("gate", "up", "down"), a.stored_expert(layer, expert), b.stored_expert(layer, expert), strict=True):
-                compare(f"experts.{role}", a.matrix(left), b.matrix(right))
-    return kinds
-
-
-def _accumulate(kind: KindError, want: NDArray[np.float32], got: NDArray[np.float32]) -> None:
-    difference = want.astype(np.float64) - got
-    kind.error += float(np.sum(difference**2))
-    kind.power += float(np.sum(want.astype(np.float64) ** 2))
-    kind.worst = max(kind.worst, float(np.abs(difference).max(initial=0.0)))
-
-
-def _kind(name: str) -> str:
-    """The part of a tensor's name that says what it is."""
-    parts = [part for part in name.split(".") if not part.isdecimal() and part not in ("layers", "weight")]
-    return ".".join(parts)
