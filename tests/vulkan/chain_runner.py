@@ -62,3 +62,16 @@ class Runner:
 def relative(got: NDArray[Any], want: NDArray[Any]) -> float:
     """Largest difference over the largest value."""
     return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+class Countdown:
+    """A halt that says yes from its n-th question on."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.asked = 0
+
+    def __call__(self) -> bool:
+        self.asked += 1
+        self.left -= 1
+        return self.left <= 0

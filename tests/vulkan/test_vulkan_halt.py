@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from chain_runner import EVERY_STAGE, Runner, chain
+from chain_runner import EVERY_STAGE, Countdown, Runner, chain
 from tinymodel import TinyModel, random_ids, tiny_model
 
 from glm53serve.engine.seam import Halted, never
@@ -20,19 +20,6 @@ PRIMED, CHUNK = 6, 28
 @pytest.fixture(scope="module")
 def model() -> TinyModel:
     return tiny_model(seed=8, num_layers=3, layer_kinds=("kda", "dsa", "kda"), mlp_kinds=("dense", "sparse", "sparse"), indexer_kinds=("full",) * 3)
-
-
-class Countdown:
-    """A halt that says yes from its n-th question on."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-        self.asked = 0
-
-    def __call__(self) -> bool:
-        self.asked += 1
-        self.left -= 1
-        return self.left <= 0
 
 
 def primed(device: Device, model: TinyModel, **options: object) -> Runner:
