@@ -22,7 +22,7 @@ MEMORY_BUDGET = "VK_EXT_memory_budget"
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
     """A physical device. Sizes in bytes; `free` is what the driver says may still be allocated of device memory, or the whole heap where it does
-    not say. `problem` says why the backend cannot use it, None when it can."""
+    not say; `binding_limit` is the largest range that can be allocated and bound. `problem` says why the backend cannot use it, None when it can."""
 
     index: int
     name: str
@@ -31,7 +31,6 @@ class DeviceInfo:
     memory: int
     free: int
     binding_limit: int
-    allocation_limit: int
     offset_alignment: int
     shared_memory: int
     subgroup: int
@@ -120,8 +119,7 @@ def _look(instance: Instance, index: int, handle: Any) -> DeviceInfo:
         api=api,
         memory=memory,
         free=free,
-        binding_limit=int(limits.maxStorageBufferRange),
-        allocation_limit=int(limits3.maxMemoryAllocationSize),
+        binding_limit=min(int(limits.maxStorageBufferRange), int(limits3.maxMemoryAllocationSize)),
         offset_alignment=max(16, int(limits.minStorageBufferOffsetAlignment)),
         shared_memory=int(limits.maxComputeSharedMemorySize),
         subgroup=int(subgroup.subgroupSize),
