@@ -67,7 +67,7 @@ class Bed:
         self.device.synchronize()
         return time.perf_counter() - start
 
-    def decode(self, slots: int, steps: int, position: int, depth: int = 1, loop: int = 0, work_us: float = 0.0) -> float:
+    def decode(self, slots: int, steps: int, position: int, depth: int | None = 1, loop: int = 0, work_us: float = 0.0) -> float:
         """Seconds a step of `slots` rows, wall clock over `steps` steps."""
         session = decode_loop(self.decoder, depth, loop)
         for slot in range(slots):
@@ -200,55 +200,6 @@ def bench_check(bed: Bed) -> None:
     say(f"last row's logits after 256 tokens, one bf16 chunk against chunks of 16 on bf16 pairs: largest difference / largest logit {error:.2e}")
 
 
-def bench_probe(bed: Bed) -> None:
-    """What the gap between two graphs depends on: bodies of no kernel, of many small ones, of many with large parameters."""
-    device, decoder = bed.device, bed.decoder
-    plain = bed.layers.scratch.plain
-    e = bed.config.n_routed_experts
-
-    def record(body):  # type: ignore[no-untyped-def]
-        def step() -> None:
-            device.launch("step_begin", (4,), 256, [decoder._shared, plain["counts"], 16, decoder._clocks])
-            body()
-            device.launch("commit", (1,), 32, [decoder._control, decoder._shared, decoder._ring, 1024, decoder._clocks, decoder._chosen, 1])
-
-        return device.record(step)
-
-    def products(count: int):  # type: ignore[no-untyped-def]
-        from glm53serve.cuda.products import product
-
-        moe = next(layer.ffn for layer in bed.model.layers if isinstance(layer.ffn, MoeOnDevice))
-        x = bed.layers.scratch.split["x"]
-        return lambda: [bed.layers.pipeline._products(1, [product(moe.router, x, plain["router"], e)]) for _ in range(count)]
-
-    def some(layers: list[int]):  # type: ignore[no-untyped-def]
-        def body() -> None:
-            everything = bed.model.layers
-            bed.model.layers = [everything[i] for i in layers]
-            bed.layers.pipeline.layers(1, decoder._arrays(), 1)
-            bed.model.layers = everything
-
-        return body
-
-    everything = list(range(len(bed.model.layers)))
-    bodies = [("100 products", products(100)), ("layer 0 (KDA, dense)", some([0])), ("layer 3 (DSA, MoE)", some([3])), ("layer 4 (KDA, MoE)", some([4])),
-              ("all layers", some(everything))]  # fmt: skip
-    for name, body in bodies:
-        for overlap in (True, False):
-            device.overlap = overlap
-            graph = record(body)
-            for queued in (60, 2):
-                start = decoder.committed()
-                for i in range(60):
-                    graph.launch()
-                    while queued == 2 and decoder.committed() < start + i:
-                        pass
-                device.synchronize()
-                gap, step = bed.gaps(50)
-                say(f"probe, {name}, overlap {overlap}, {queued} queued: gap {percentiles(gap)} us, step {np.median(step):.1f} us")
-    device.overlap = True
-
-
 def bench_gaps(bed: Bed, position: int, name: str) -> None:
     """Device idle between steps under host load."""
     import sys
@@ -256,7 +207,7 @@ def bench_gaps(bed: Bed, position: int, name: str) -> None:
     sys.setswitchinterval(1e-4)
     for label, depth, loop, work, threads in (
         ("plain loop (depth 0)", 0, 0, 0.0, 0), ("depth 1", 1, 0, 0.0, 0), ("depth 1, 300 us of Python a step", 1, 0, 300.0, 0),
-        ("depth 1, one busy thread", 1, 0, 0.0, 1), ("depth 4", 4, 0, 0.0, 0), ("device loop of 64", 1, 64, 0.0, 0),
+        ("depth 1, one busy thread", 1, 0, 0.0, 1), ("adaptive depth, 300 us of Python a step", None, 0, 300.0, 0), ("device loop of 64", 1, 64, 0.0, 0),
     ):  # fmt: skip
         stop = threading.Event()
 
@@ -396,7 +347,7 @@ def bench_peers(layers: int, experts: int) -> None:
     bed.close()
 
 
-BED_SECTIONS = ("decode", "prefill", "check", "probe", "gaps", "cancel")
+BED_SECTIONS = ("decode", "prefill", "check", "gaps", "cancel")
 
 
 def main() -> None:
@@ -421,8 +372,6 @@ def main() -> None:
                 bench_prefill(bed, options.rows)
             elif section == "check":
                 bench_check(bed)
-            elif section == "probe":
-                bench_probe(bed)
             elif section == "gaps":
                 bench_gaps(bed, 64, "real width")
             elif section == "cancel":

@@ -92,8 +92,9 @@ def load_backend(
     `looping`: record device loops too (for `decode_loop(decoder, depth, loop_bound)`). `exact`: whether prompts run on bf16 pairs (see `is_exact`, the default). Raises CudaUnavailable, MemoryError (when less than the experts does not fit), ValueError (unsupported sizes).
     """
     c = weights.config
-    exact = is_exact(c) if exact is None else exact
-    device = make_device(defines(c, formats_of(c, weights.layer, weights, bits, (weights.lm_head(),)), exact))
+    formats = formats_of(c, weights.layer, weights, bits, (weights.lm_head(),))
+    exact = is_exact(c) or "f32" in formats if exact is None else exact
+    device = make_device(defines(c, formats, exact))
     try:
         free = device.free_bytes()
         uploader = Uploader(device, c, bits)

@@ -68,7 +68,7 @@ def product(
     job.scale_stride = matrix.scale.nbytes // 4 // matrix.heads if matrix.scale else 0
     job.x_stride, job.y_stride = x_stride, y_stride
     job.format, job.tiles, job.granules, job.rows = matrix.format, matrix.tiles, matrix.granules, matrix.rows
-    job.slices = next(s for s in (8, 4, 2, 1) if s <= matrix.granules)
+    job.slices = next(s for s in ((4, 2, 1) if table else (8, 4, 2, 1)) if s == 1 or 2 * s <= matrix.granules)
     job.x_map, job.y_map, job.groups = x_map, y_map, matrix.heads
     return job
 

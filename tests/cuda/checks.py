@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from glm53serve.cuda.decode import decode_loop
 from glm53serve.engine.launch_ahead import Commit, DecodeLoop, End, RowPlan
 from glm53serve.engine.seam import Batch, Span, never
 from glm53serve.model.config import ModelConfig
-from glm53serve.model.weights import F32Array, FfnWeights, LayerWeights, Matrix
+from glm53serve.model.quant import bf16_to_f32, dequantise, f32_to_bf16
+from glm53serve.model.weights import F32Array, FfnWeights, LayerWeights, Matrix, MoeWeights
 
 
 @dataclass
@@ -42,6 +43,19 @@ class InMemory:
 
     def lm_head(self) -> Matrix:
         return self.model.lm_head
+
+
+def without_f32(model: TinyModel) -> TinyModel:
+    """The same model with its head and routers rounded to bf16, as published models have them."""
+
+    def rounded(values: F32Array) -> F32Array:
+        return bf16_to_f32(f32_to_bf16(values))
+
+    layers = tuple(
+        replace(layer, ffn=replace(layer.ffn, router=rounded(layer.ffn.router))) if isinstance(layer.ffn, MoeWeights) else layer for layer in model.layers
+    )
+    head = model.lm_head
+    return replace(model, layers=layers, lm_head=Matrix("bf16", head.rows, head.cols, f32_to_bf16(dequantise(head))))
 
 
 def backend_of(model: TinyModel, make_device: MakeDevice, slots: int = 4, capacity: int = 160, chunk: int = 64, **more: Any) -> CudaBackend:

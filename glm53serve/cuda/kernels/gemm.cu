@@ -7,7 +7,10 @@
 #define STAGES 4
 #else
 #define TN 128
-#define STAGES (HAS(F32) ? 2 : 4)
+#define STAGES 4
+#if HAS(F32)
+#error "wide models with float32 matrices are compiled EXACT"
+#endif
 #endif
 
 // Where a block stands: which matrix, rows of W, tokens.
@@ -167,7 +170,7 @@ __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const
     write_sums(jobs, job, at, c, (float*)tiles);
 }
 #else
-#define PIECES (HAS(F32) ? 8 : 4)  // 16-byte pieces of raw weights a lane has of a tile in a stage, at most
+#define PIECES 4  // 16-byte pieces of raw weights a lane has of a tile in a stage, at most
 
 // This lane's weights of a stage of a tile, on their way to shared memory (each lane reads back what it copied).
 __device__ __forceinline__ void fetch_weights(U4* to, const U4* data, int format, long tile, int granules, int stage, int lane) {
@@ -179,16 +182,10 @@ __device__ __forceinline__ void fetch_weights(U4* to, const U4* data, int format
         const U4* piece = data + (tile * granules + (stage >> 1)) * 128 + (stage & 1) * 64 + lane;
         copy16_async(to + lane, piece, true);
         copy16_async(to + 32 + lane, piece + 32, true);
-    } else if (!HAS(F32) || format == BF16) {
+    } else {
         const U4* piece = data + (tile * granules + stage) * 128 + lane;
 #pragma unroll
         for (int i = 0; i < 4; ++i) copy16_async(to + 32 * i + lane, piece + 32 * i, true);
-    } else {
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i) {
-            const bool there = 2 * stage + (i >> 2) < granules;
-            copy16_async(to + 32 * i + lane, there ? data + (tile * granules + 2 * stage + (i >> 2)) * 128 + lane + 32 * (i & 3) : data, there);
-        }
     }
 }
 struct Scales { float top, bottom; };
@@ -218,13 +215,9 @@ __device__ __forceinline__ void stage_fragments(const U4* w, int format, const S
             byte_unit<FP8>(top.x, top.y, bottom.x, bottom.y, a);
             byte_unit<FP8>(top.z, top.w, bottom.z, bottom.w, a + 2);
         }
-    } else if (!HAS(F32) || format == BF16) {
+    } else {
         bf16_unit(w[lane], w[32 + lane], a);
         bf16_unit(w[64 + lane], w[96 + lane], a + 2);
-    } else {
-        u32 rest[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) f32_step(w[64 * i + lane], w[64 * i + 32 + lane], a[i], rest);
     }
     if ((HAS(INT4) && format == INT4) || (HAS(FP8) && format == FP8)) {
         const u32 top = pack_bf16(scale.top, scale.top), bottom = pack_bf16(scale.bottom, scale.bottom);
@@ -234,7 +227,8 @@ __device__ __forceinline__ void stage_fragments(const U4* w, int format, const S
 }
 
 // Shared memory: activations [stage][token][64], swizzled, in product order; weights [stage][tile of the block][PIECES][32 lanes] U4.
-// Between two barriers one warpgroup multiplies first and then prepares its next weights, the other prepares first: arithmetic under the tensor cores.
+// Two stages a barrier: handing shared memory over to the tensor cores waits for every copy under way, so it must be rare. One warpgroup prepares
+// its first weights before the barrier, the other after it: from then on the arithmetic of one runs under the products of the other.
 __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const Place& at, u16* tiles) {
     constexpr int STAGE_SIZE = TN * STAGE;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, format = job.format;
@@ -273,28 +267,27 @@ __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const
         for (int i = 0; i < 2; ++i) stage_fragments(weights + ((stage % STAGES) * 16 + i) * PIECES * 32, format, scale[i], lane, a[i]);
         if (stage + 1 < at.stages) { scale[0] = next[0]; scale[1] = next[1]; }
     };
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) fetch(s);
+    fetch(0);
+    fetch(1);
     const bool late = warp >= 4;
-    copies_wait<STAGES - 2>();
-    if (!late) prepare(0);
-    for (int stage = 0; stage < at.stages; ++stage) {
-        copies_wait<STAGES - 2>();
+    for (int pair = 0; pair < at.stages; pair += 2) {
+        copies_wait<0>();
+        if (late) prepare(pair);
         shared_to_tensor_cores();
         __syncthreads();
-        fetch(stage + STAGES - 1);
-        if (late) prepare(stage);
-        const u16* x = tiles + (stage % STAGES) * STAGE_SIZE;
-        warpgroup_begin();
+        fetch(pair + 2);
+        fetch(pair + 3);
+#pragma unroll 1
+        for (int stage = pair; stage < min(pair + 2, at.stages); ++stage) {
+            if (!late || stage > pair) prepare(stage);
+            const u16* x = tiles + (stage % STAGES) * STAGE_SIZE;
+            warpgroup_begin();
 #pragma unroll
-        for (int s = 0; s < 4; ++s)
+            for (int s = 0; s < 4; ++s)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) warpgroup_mma(c[i], a[i][s], x, s);
-        warpgroup_commit();
-        warpgroup_wait();
-        if (!late && stage + 1 < at.stages) {
-            copies_wait<STAGES - 2>();
-            prepare(stage + 1);
+                for (int i = 0; i < 2; ++i) warpgroup_mma(c[i], a[i][s], x, s);
+            warpgroup_commit();
+            warpgroup_wait();
         }
     }
     copies_wait<0>();

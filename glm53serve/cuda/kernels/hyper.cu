@@ -45,7 +45,7 @@ KERNEL __launch_bounds__(256) site_open(float* X, int T, int H, int mixed, const
             const int o = at / (HC * SITE_COLUMNS), rest = at % (HC * SITE_COLUMNS), j = rest / SITE_COLUMNS, cc = blockIdx.x * SITE_COLUMNS + rest % SITE_COLUMNS;
             f[o][rest] = cc < H ? fn[((long)o * HC + j) * H + cc] : 0.0f;
         }
-    WAIT_BEFORE();
+    if (!mixed) WAIT_BEFORE();  // else the streams are older than the kernel before; only what it returned is not
     for (int i = threadIdx.x >> 6; i < SITE_TOKENS; i += 4) {
         const int row = first + i;
         float v[HC];
@@ -56,6 +56,7 @@ KERNEL __launch_bounds__(256) site_open(float* X, int T, int H, int mixed, const
             for (int j = 0; j < HC; ++j) v[j] = X[((long)row * HC + j) * H + column];
             if (mixed) {
                 const float* q = coefficients + (long)row * COEFFICIENTS;
+                WAIT_BEFORE();
                 const float y = returned(from, row, column, H);
                 float mixed_value[HC];
 #pragma unroll
@@ -75,6 +76,7 @@ KERNEL __launch_bounds__(256) site_open(float* X, int T, int H, int mixed, const
 #pragma unroll
         for (int j = 0; j < HC; ++j) x[i][j * SITE_COLUMNS + c] = v[j];
     }
+    WAIT_BEFORE();
     if (!fn) return;
     __syncthreads();
     const int token = threadIdx.x >> 5, o = threadIdx.x & 31;

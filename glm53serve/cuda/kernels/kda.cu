@@ -68,9 +68,11 @@ KERNEL __launch_bounds__(256) kda_scan(const float* q, const float* k, const flo
                                        const int* spans, const int* live, float* state, long slot_stride, long s_at, long window_at, float* o) {
     __shared__ __align__(16) float sk[SCAN_BUFFERS][SCAN_TOKENS][KEYS], sq[SCAN_BUFFERS][SCAN_TOKENS][KEYS], se[SCAN_BUFFERS][SCAN_TOKENS][KEYS];
     __shared__ __align__(16) float sv[SCAN_BUFFERS][SCAN_TOKENS][SCAN_COLUMNS], sb[SCAN_BUFFERS][SCAN_TOKENS][2];
-    WAIT_BEFORE();
     const int head = blockIdx.y, heads = gridDim.y, P = heads * KDA_D, slot = spans[3 * blockIdx.z], first = spans[3 * blockIdx.z + 1], count = spans[3 * blockIdx.z + 2];
-    if (!live[first]) return;
+    if (!live[first]) {
+        WAIT_BEFORE();
+        return;
+    }
     const int lane = threadIdx.x & 31, part = lane & 7, c32 = (threadIdx.x >> 5) * 4 + (lane >> 3), column = blockIdx.x * SCAN_COLUMNS + c32;
     float* S = state + slot * slot_stride + s_at + (long)head * KDA_D * KDA_D;
     float s[QUADS][4];
@@ -81,6 +83,7 @@ KERNEL __launch_bounds__(256) kda_scan(const float* q, const float* k, const flo
             int i = 32 * m + 4 * part + e;
             s[m][e] = i < KDA_D && column < KDA_D ? S[(long)i * KDA_D + column] : 0.0f;
         }
+    WAIT_BEFORE();  // S, spans and live are older than the kernel before
     auto stage = [&](int from) {  // asynchronous copies of the next tokens; those after the span come as zeros
         const int buffer = from / SCAN_TOKENS % SCAN_BUFFERS;
         for (int at = threadIdx.x; at < SCAN_TOKENS * KEYS / 4; at += 256) {
