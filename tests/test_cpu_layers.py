@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -267,3 +268,34 @@ def test_time_is_metered() -> None:
     meter = runner.layers.meter
     assert meter.attention > 0 and meter.experts > 0
     assert 0 < meter.found == meter.uses <= len(model.config.sparse_layers) * model.config.n_routed_experts
+
+
+@pytest.mark.parametrize("armed", [True, False])
+def test_an_interrupt_ends_the_operation_that_runs(armed: bool) -> None:
+    """From another thread, in the middle of a long pass: with a halt question it ends at once, without one nothing happens."""
+    model = tiny_model(seed=3)
+    runner = Runner(model, slots=1, capacity=3000)
+    layers, head = runner.layers, runner.head
+    ids = random_ids(model.config, 3000)
+    batch = Batch((Span(0, 0, len(ids)),))
+    wanted = layers.forward(head.embed(ids), batch, never)
+    layers.reset_slot(0)
+    stop = threading.Event()
+
+    def interrupting() -> None:
+        while not stop.wait(0.002):
+            layers.interrupt()
+
+    thread = threading.Thread(target=interrupting)
+    thread.start()
+    try:
+        if armed:
+            with pytest.raises(Halted):
+                layers.forward(head.embed(ids), batch, lambda: False)
+        else:
+            assert np.array_equal(layers.forward(head.embed(ids), batch, never), wanted)
+    finally:
+        stop.set()
+        thread.join()
+    layers.reset_slot(0)
+    assert np.array_equal(layers.forward(head.embed(ids), batch, lambda: False), wanted)

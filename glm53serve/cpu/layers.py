@@ -128,6 +128,11 @@ class CpuLayers:
                 tiers[row] = resident(layer)
         return tiers
 
+    def interrupt(self) -> None:
+        """A halt was asked for: stop inside the operation that runs instead of at the next question. From any thread."""
+        if not isinstance(self._stack, PlainStack):
+            self._stack.interrupt()
+
     def close(self) -> None:
         """Release weights, slots and the snapshot buffer."""
         self._stack.close()

@@ -168,12 +168,15 @@ class Program:
             )
             self._keep += [part, form, y, count, x_at, y_at]
             pieces = max(1, min(4 * self.threads, part.nbytes >> 15))
-            self.add(kernels.matmul.address, arguments, 8 * self.threads, pieces)
+            # a chunk of a large matrix stays short, since a cancel waits for the chunks that run
+            most = max(8 * self.threads, min(64 * self.threads, part.nbytes >> 16))
+            self.add(kernels.matmul.address, arguments, most, pieces)
             offset += part.rows
 
-    def run(self, team: Any, rows: int) -> None:
-        """Run all operations on a team; `rows` decides the chunks."""
+    def run(self, team: Any, rows: int, stop: Cell | None = None) -> bool:
+        """Run all operations on a team; `rows` decides the chunks. True when `stop` was set meanwhile: what was computed is incomplete."""
         if self._array is None:
             self._array = np.array(self._words, np.int64)
             self._at = address(self._array)
-        team.run(self._at, len(self._words) // 4, rows)
+        stopped: bool = team.run(self._at, len(self._words) // 4, rows, (stop or self._zero).at)
+        return stopped

@@ -17,10 +17,10 @@ from glm53serve.cpu.kernels.team import shared_team
 from glm53serve.cpu.memory import RUN_ROWS, ChunkMemory, GroupMemory, RunMemory, Slots
 from glm53serve.cpu.packing import GROUP, INT4, INT4_Q16, Packed
 from glm53serve.cpu.plain import Count
-from glm53serve.cpu.program import Program
+from glm53serve.cpu.program import Cell, Program
 from glm53serve.cpu.rows import GROUP_ROWS, Group, row_groups
 from glm53serve.cpu.state import SlotState
-from glm53serve.engine.seam import Batch, Halt, Halted, Meter
+from glm53serve.engine.seam import Batch, Halt, Halted, Meter, never
 from glm53serve.experts.supply import supply_of
 from glm53serve.model.config import ModelConfig
 from glm53serve.model.weights import DsaWeights, ExpertSource, FfnWeights, LayerWeights, MoeWeights
@@ -82,6 +82,8 @@ class CompiledStack:
         self.slots = Slots(config, layers)
         self._layers: list[_Layer] = []
         self._programs: list[_Programs] = []
+        self._stop = Cell()
+        self._armed: Cell | None = None
         self._group = GroupMemory()
         self._int4 = INT4_Q16 if bits < 32 else INT4
         self._run = RunMemory(config, {self._int4})
@@ -94,6 +96,10 @@ class CompiledStack:
     def open(self, slot: int, state: SlotState) -> None:
         """A slot was opened."""
         self.slots.open(slot, state)
+
+    def interrupt(self) -> None:
+        """Stop the pass that runs, if it may be stopped, at its next chunks. From any thread; `halt` must say so from now on."""
+        self._stop.set(1)
 
     def close(self) -> None:
         """Release the weights."""
@@ -141,6 +147,8 @@ class CompiledStack:
     def forward(self, streams: F32, batch: Batch, slots: dict[int, SlotState], halt: Halt) -> F32:
         """Run all layers over streams [rows, hc_mult, H], overwritten and returned (see the seam). Raises Halted."""
         count, hidden = batch.rows, self.config.hidden_size
+        self._stop.set(0)
+        self._armed = None if halt is never else self._stop
         for span in batch.spans:
             self.slots.reserve(span.slot, slots[span.slot], span.start + span.count, span.start)
         if count > self._chunk.row_count:
@@ -173,7 +181,12 @@ class CompiledStack:
                 raise Halted(layer)
             if len(groups) > 1:
                 self._group.describe(group, self.slots)
-            program.run(self.team, group.count)
+            self._go(program, group.count, layer)
+
+    def _go(self, program: Program, rows: int, layer: int) -> None:
+        """Run operations of a layer; a cancel that comes meanwhile ends them."""
+        if program.run(self.team, rows, self._armed):
+            raise Halted(layer)
 
     def _sparse(self, layer: _Layer, programs: _Programs, groups: list[Group], batch: Batch, halt: Halt) -> None:
         """The second half of a layer with routed experts."""
@@ -183,13 +196,13 @@ class CompiledStack:
             layer.resident = [self._enter(layer, e, None, self.supply.expert(layer.index, e)) for e in range(experts)]
         if layer.resident is not None and rows * k <= RUN_ROWS and len(groups) == 1:
             self._run.set(0, rows * k, 0, experts)
-            programs.ffn.run(self.team, rows)
+            self._go(programs.ffn, rows, layer.index)
             used = len(np.unique(chunk.chosen[:rows])) if rows > 1 else k
             self.meter.uses += used
             self.meter.found += used
         else:
             self._each_group(programs.choose, groups, layer.index, halt)
-            programs.plan.run(self.team, rows)
+            self._go(programs.plan, rows, layer.index)
             self._run_experts(layer, programs, rows, halt)
             self._each_group(programs.finish, groups, layer.index, halt)
         self.count(layer.index, batch, chunk.chosen[:rows])
@@ -213,7 +226,7 @@ class CompiledStack:
                         one.packed = self._enter(layer, one.expert, one.packed, one.weights)
                 if few and len(ready) == len(wanted):
                     self._run.set(0, bounds[-1], 0, self.config.n_routed_experts)
-                    programs.run.run(self.team, bounds[-1])
+                    self._go(programs.run, bounds[-1], layer.index)
                     continue
                 for one in ready:
                     if not first and halt():
@@ -223,7 +236,7 @@ class CompiledStack:
             self.meter.disk += need.blocked
         if few:
             self._run.set(0, bounds[-1], 0, self.config.n_routed_experts)
-            programs.add.run(self.team, bounds[-1])
+            self._go(programs.add, bounds[-1], layer.index)
 
     def _run_expert(self, layer: int, programs: _Programs, expert: int, start: int, end: int, few: bool, halt: Halt) -> None:
         assert programs.run is not None and programs.add is not None
@@ -232,9 +245,9 @@ class CompiledStack:
                 raise Halted(layer)
             count = min(RUN_ROWS, end - first)
             self._run.set(first, count, expert, expert + 1, first if few else 0)
-            programs.run.run(self.team, count)
+            self._go(programs.run, count, layer)
             if not few:
-                programs.add.run(self.team, count)
+                self._go(programs.add, count, layer)
 
     def _enter(self, layer: _Layer, expert: int, held: _Held | None, w: FfnWeights) -> _Held:
         """Put an expert's addresses into the layer's table; they hold as long as the weights stay where they are."""

@@ -11,6 +11,7 @@ Control block, int64 each on a cache line of its own:
   kernel, arguments of this epoch
   parked   workers waiting in Python
   quit     not 0: workers leave
+  stop     address of the word that, once not 0, makes everybody skip the chunks that are left
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from glm53serve.cpu.kernels import simd as s
 KERNEL = types.void(types.int64, types.int64, types.int64)
 
 _LINE = 64
-_TICKET, _FINISHED, _KERNEL, _ARGS, _PARKED, _QUIT = (i * _LINE for i in range(6))
+_TICKET, _FINISHED, _KERNEL, _ARGS, _PARKED, _QUIT, _STOP = (i * _LINE for i in range(7))
 _PAUSES = 400
 _SPINS = _PAUSES + 1000
 """How often an idle worker looks before it parks: some 20 us of pauses, then giving way to whoever else wants the core."""
@@ -50,7 +51,8 @@ def _work(control: int) -> int:
         chunk = ticket & 0xFFFF
         chunks = (ticket >> 16) & 0xFFFF
         if chunk < chunks:
-            s.call_kernel(s.ldi(control + _KERNEL), s.ldi(control + _ARGS), chunk, chunks)
+            if s.atomic_load(s.ldi(control + _STOP)) == 0:
+                s.call_kernel(s.ldi(control + _KERNEL), s.ldi(control + _ARGS), chunk, chunks)
             s.atomic_add(control + _FINISHED, 1)
             idle = 0
         if s.ldi(control + _QUIT) != 0:
@@ -59,17 +61,21 @@ def _work(control: int) -> int:
     return left
 
 
-@njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def _run(control: int, operations: int, count: int, rows: int, workers: int) -> None:
-    """Run operations one after another, each spread over the team."""
+@njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def _run(control: int, operations: int, count: int, rows: int, workers: int, stop: int) -> int:
+    """Run operations one after another, each spread over the team, until the word at `stop` is not 0. Returns that word."""
+    s.sti(control + _STOP, stop)
     for i in range(count):
+        if s.atomic_load(stop) != 0:
+            break
         operation = operations + 32 * i
         kernel = s.ldi(operation)
         args = s.ldi(operation + 8)
         chunks = max(1, min(s.ldi(operation + 16), rows * s.ldi(operation + 24)))
         if chunks == 1 or workers == 0:
             for chunk in range(chunks):
-                s.call_kernel(kernel, args, chunk, chunks)
+                if s.atomic_load(stop) == 0:
+                    s.call_kernel(kernel, args, chunk, chunks)
             continue
         s.sti(control + _KERNEL, kernel)
         s.sti(control + _ARGS, args)
@@ -80,7 +86,8 @@ def _run(control: int, operations: int, count: int, rows: int, workers: int) -> 
             chunk = s.atomic_add(control + _TICKET, 1) & 0xFFFF
             if chunk >= chunks:
                 break
-            s.call_kernel(kernel, args, chunk, chunks)
+            if s.atomic_load(stop) == 0:
+                s.call_kernel(kernel, args, chunk, chunks)
             s.atomic_add(control + _FINISHED, 1)
         spins = 0
         while s.atomic_load(control + _FINISHED) < chunks:
@@ -89,6 +96,8 @@ def _run(control: int, operations: int, count: int, rows: int, workers: int) -> 
                 s.yield_thread()
             else:
                 s.pause()
+    stopped: int = s.atomic_load(stop)
+    return stopped
 
 
 class Team:
@@ -96,7 +105,7 @@ class Team:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._memory = np.zeros(8 * _LINE // 8 + 8, np.int64)
+        self._memory = np.zeros(9 * _LINE // 8, np.int64)
         self._control = (self._memory.ctypes.data + _LINE - 1) // _LINE * _LINE
         self._view = self._memory[(self._control - self._memory.ctypes.data) // 8 :]
         self._wake = threading.Semaphore(0)
@@ -114,14 +123,18 @@ class Team:
             if self._view[_QUIT // 8]:
                 return
 
-    def run(self, operations: int, count: int, rows: int) -> None:
-        """Run `count` operations at address `operations`; `rows` scales the chunks of those that are split by row."""
+    def run(self, operations: int, count: int, rows: int, stop: int) -> bool:
+        """Run `count` operations at address `operations`; `rows` scales the chunks of those that are split by row.
+
+        `stop`: address of an int64. As soon as it is not 0 no further chunk is begun, and True is returned: what was computed is incomplete.
+        """
         with self._one_at_a_time:
             if self._view[_PARKED // 8]:
                 with self._lock:
                     parked, self._view[_PARKED // 8] = int(self._view[_PARKED // 8]), 0
                 self._wake.release(parked)
-            _run(self._control, operations, count, rows, self.threads - 1)
+            stopped: int = _run(self._control, operations, count, rows, self.threads - 1, stop)
+        return stopped != 0
 
     def close(self) -> None:
         """End the workers."""
