@@ -133,7 +133,7 @@ class CupyDevice:
         static = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
         self._modules = [_checked(self.driver.cuModuleLoadData(cubin)) for cubin in cubins]
         for module, (_, text, sizes) in zip(self._modules, texts, strict=True):
-            for kernel in kernel_names(text):
+            for kernel in kernel_names(text, sizes):
                 if "ONLY" in sizes and kernel != f"gemv_{sizes['ONLY']}":
                     continue
                 function = _checked(self.driver.cuModuleGetFunction(module, kernel.encode()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from glm53serve.cuda.model import DeviceMatrix
@@ -11,6 +12,8 @@ from glm53serve.cuda.scratch import SplitRows
 OUT_F32, OUT_SPLIT, OUT_SWIGLU = 0, 1, 2
 MAP_SAME, MAP_TOKEN, MAP_SORTED, MAP_PAIR = 0, 1, 2, 3
 GEMM_TILES = 16
+LONG_ROWS = 512
+"""From this many rows on, products of whole matrices take 256 tokens a block."""
 SKINNY_BLOCKS = 396
 """Blocks of a skinny product an H200 runs at once; beyond that a block does several rounds."""
 GEMM_SHARED = 1024 + 4 * 16384 + 4 * 16 * 2048  # the swizzled tiles' alignment, activations, weights; the exact kernel takes less
@@ -74,32 +77,47 @@ def product(
 
 
 def run_products(device: Device, rows: int, jobs: list[Job], token_tile: int, experts: ExpertGroups | None = None, tiled: bool = False) -> None:
-    """Enqueue one launch of several matrices over the same number of rows: skinny products up to 16 rows, tiled ones beyond (or when asked for)."""
+    """Enqueue products of several matrices over the same number of rows: skinny ones up to 16 rows, tiled ones beyond (or when asked for).
+
+    One launch; of many rows on high parts only (token_tile 128) those of whole matrices and those of experts go separately, in blocks of other shapes.
+    """
     if len(jobs) > MAX_JOBS:
         raise ValueError(f"{len(jobs)} matrices in a launch, at most {MAX_JOBS}")
-    all_jobs = Jobs()
-    all_jobs.count, all_jobs.rows = len(jobs), rows
-    if experts:
-        all_jobs.list, all_jobs.groups, all_jobs.top_k = experts.places.address, experts.groups.address, experts.top_k
-    blocks = 0
     skinny = rows <= MAX_ROWS and not tiled
-    rounds = [(experts.most if job.table and experts else job.groups) * -(-job.tiles // (8 // job.slices)) for job in jobs]
-    repeat = max(1, min(8, -(-sum(rounds) // SKINNY_BLOCKS)))
+    long = [job for job in jobs if not job.table] if rows >= LONG_ROWS and token_tile == 128 else []
+    if long:
+        _launch(device, "gemm_long", rows, long, None, lambda job: (-(-rows // 256), 8))
+        jobs = [job for job in jobs if job.table]
+    if jobs and skinny:
+        rounds = sum(_groups(job, experts) * -(-job.tiles // (8 // job.slices)) for job in jobs)
+        for job in jobs:
+            job.repeat = max(1, min(8, -(-rounds // SKINNY_BLOCKS)))
+        _launch(device, f"gemv_{skinny_columns(rows)}", rows, jobs, experts, lambda job: (_groups(job, experts), 8 // job.slices * job.repeat))
+    elif jobs:
+        most = experts.most if experts else 0
+        _launch(device, "gemm", rows, jobs, experts, lambda job: (most if job.table else -(-rows // token_tile), GEMM_TILES))
+
+
+def _groups(job: Job, experts: ExpertGroups | None) -> int:
+    return experts.most if job.table and experts else int(job.groups)
+
+
+def _launch(device: Device, kernel: str, rows: int, jobs: list[Job], experts: ExpertGroups | None, shape: Callable[[Job], tuple[int, int]]) -> None:
+    """One launch. shape(job): blocks side by side for every run of rows of W, and tiles in such a run."""
+    everything = Jobs()
+    everything.count, everything.rows = len(jobs), rows
+    if experts:
+        everything.list, everything.groups, everything.top_k = experts.places.address, experts.groups.address, experts.top_k
+    blocks = 0
     for i, job in enumerate(jobs):
         job.first_block = blocks
-        by_expert = bool(job.table) and experts is not None
-        groups = experts.most if by_expert and experts else job.groups
-        if skinny:
-            job.repeat = repeat
-            blocks += groups * -(-job.tiles // (8 // job.slices * repeat))
-        else:
-            job.token_tiles = experts.most if by_expert and experts else -(-rows // token_tile)
-            blocks += job.token_tiles * -(-job.tiles // GEMM_TILES) * (1 if by_expert else job.groups)
-        all_jobs.job[i] = job
-    if skinny:
-        device.launch(f"gemv_{skinny_columns(rows)}", (blocks,), 256, [all_jobs])
-    else:
-        device.launch("gemm", (blocks,), 256, [all_jobs], GEMM_SHARED)
+        beside, tiles = shape(job)
+        if not kernel.startswith("gemv"):
+            job.token_tiles = beside
+            beside *= 1 if job.table else job.groups
+        blocks += beside * -(-job.tiles // tiles)
+        everything.job[i] = job
+    device.launch(kernel, (blocks,), 256, [everything], 0 if kernel.startswith("gemv") else GEMM_SHARED)
 
 
 def skinny_columns(rows: int) -> int:

@@ -1,5 +1,5 @@
-// Products for many rows. A block: 8 warps x 2 tiles = 256 rows of W, TN tokens. Weights go straight to registers as the A operand,
-// activations through shared memory. EXACT: bf16 pairs of both, plain mma; else high parts only, warpgroup products.
+// Products for many rows. A block: 256 rows of W and 128 tokens (EXACT: 64), or 128 rows and 256 tokens. Weights are the A operand in registers,
+// activations pass through shared memory. EXACT: bf16 pairs of both, plain mma; else high parts only, warpgroup products.
 
 #define STAGE 64   // columns a stage
 #if EXACT
@@ -16,33 +16,34 @@
 // Where a block stands: which matrix, rows of W, tokens.
 struct Place { const U4* data; const float* scale; int tile0, group, start, token0, count, stages; long head_x; };
 
-#define ROW_SUMS 260  // floats of a token's sums in shared memory: 256 rows of W and room between banks
-// Sums go through shared memory, so that what leaves is contiguous and the code stays small.
-__device__ __forceinline__ void write_sums(const Jobs& jobs, const Job& job, const Place& at, float (*c)[TN / 8][4], float* sums) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, first = (threadIdx.x >> 5) * 32;
+// Sums go through shared memory, so that what leaves is contiguous and the code stays small. A block has 8 warps x TILES tiles of W, TOKENS tokens.
+template <int TOKENS, int TILES>
+__device__ __forceinline__ void write_sums(const Jobs& jobs, const Job& job, const Place& at, float (*c)[TOKENS / 8][4], float* sums) {
+    constexpr int ROWS = 128 * TILES, ROW_SUMS = ROWS + 4, AT_ONCE = 256 / ROWS;  // floats of a token's sums, with room between banks
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, first = (threadIdx.x >> 5) * 16 * TILES;
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < TILES; ++i)
 #pragma unroll
-        for (int n = 0; n < TN / 8; ++n)
+        for (int n = 0; n < TOKENS / 8; ++n)
 #pragma unroll
             for (int j = 0; j < 4; ++j) sums[(n * 8 + 2 * t + (j & 1)) * ROW_SUMS + first + i * 16 + g + (j >> 1) * 8] = c[i][n][j];
     __syncthreads();
-    const int tile_first = at.tile0 - (first >> 4), tall = min(16, job.tiles - tile_first) * 16;
+    const int tile_first = at.tile0 - (first >> 4), tall = min(ROWS / 16, job.tiles - tile_first) * 16;
     if (job.out == OUT_SWIGLU) {
-        for (int token = threadIdx.x >> 7; token < at.count; token += 2) {
-            const int column = threadIdx.x & 127, row = (column >> 3) * 16 + (column & 7);
+        for (int token = threadIdx.x / (ROWS / 2); token < at.count; token += 2 * AT_ONCE) {
+            const int column = threadIdx.x % (ROWS / 2), row = (column >> 3) * 16 + (column & 7);
             if (row >= tall) continue;
             const float* from = sums + token * ROW_SUMS + row;
             write_output(job, at.group, mapped_row(job.y_map, at.token0 + token, at.start, jobs), tile_first + (row >> 4), row & 15, from[0], from[8]);
         }
         return;
     }
-    if ((int)threadIdx.x < tall)
+    const int row = threadIdx.x % ROWS;
+    if (row < tall)
 #pragma unroll 4
-        for (int token = 0; token < at.count; ++token)
-            write_output(job, at.group, mapped_row(job.y_map, at.token0 + token, at.start, jobs), tile_first + (threadIdx.x >> 4), threadIdx.x & 15,
-                         sums[token * ROW_SUMS + threadIdx.x], 0.0f);
+        for (int token = threadIdx.x / ROWS; token < at.count; token += AT_ONCE)
+            write_output(job, at.group, mapped_row(job.y_map, at.token0 + token, at.start, jobs), tile_first + (row >> 4), row & 15, sums[token * ROW_SUMS + row], 0.0f);
 }
 
 #if EXACT
@@ -114,7 +115,7 @@ __device__ __forceinline__ void unit_fragments(const Stage& w, int format, int u
 }
 
 // Shared memory: [stage][high, low][unit][token][32].
-__device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const Place& at, u16* tiles) {
+template <int TOKENS, int TILES> __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const Place& at, u16* tiles) {
     constexpr int NT = TN / 8, STAGE_SIZE = 4 * TN * 32;
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, format = job.format;
     auto fetch = [&](int stage) {
@@ -167,7 +168,7 @@ __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const
         }
     }
     copies_wait<0>();
-    write_sums(jobs, job, at, c, (float*)tiles);
+    write_sums<TN, 2>(jobs, job, at, c, (float*)tiles);
 }
 #else
 #define PIECES 4  // 16-byte pieces of raw weights a lane has of a tile in a stage, at most
@@ -229,43 +230,49 @@ __device__ __forceinline__ void stage_fragments(const U4* w, int format, const S
 // Shared memory: activations [stage][token][64], swizzled, in product order; weights [stage][tile of the block][PIECES][32 lanes] U4.
 // Two stages a barrier: handing shared memory over to the tensor cores waits for every copy under way, so it must be rare. One warpgroup prepares
 // its first weights before the barrier, the other after it: from then on the arithmetic of one runs under the products of the other.
-__device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const Place& at, u16* tiles) {
-    constexpr int STAGE_SIZE = TN * STAGE;
+template <int TOKENS, int TILES> __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const Place& at, u16* tiles) {
+    constexpr int STAGE_SIZE = TOKENS * STAGE;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, format = job.format;
-    U4* weights = (U4*)(tiles + STAGES * STAGE_SIZE) + warp * 2 * PIECES * 32;
-    const u16* from[4];  // a thread copies four pieces a stage, each of its own token row: the rows are looked up once
+    U4* weights = (U4*)(tiles + STAGES * STAGE_SIZE) + warp * TILES * PIECES * 32;
+    const u16* from[TOKENS / 32];  // a thread copies these pieces a stage, each of its own token row: the rows are looked up once
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < TOKENS / 32; ++i) {
         const int token = (threadIdx.x >> 3) + 32 * i;
         from[i] = token < at.count ? job.x_high + (long)mapped_row(job.x_map, at.token0 + token, at.start, jobs) * job.ldx + at.head_x + (threadIdx.x & 7) * 8 : nullptr;
     }
-    const long tile[2] = {min(at.tile0, job.tiles - 1), min(at.tile0 + 1, job.tiles - 1)};
+    long tile[TILES];
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) tile[i] = min(at.tile0 + i, job.tiles - 1);
     auto fetch = [&](int stage) {
         u16* to = tiles + (stage % STAGES) * STAGE_SIZE;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < TOKENS / 32; ++i) {
             const int token = (threadIdx.x >> 3) + 32 * i;
             const bool there = stage < at.stages && from[i];
             copy16_async(to + token * STAGE + (((threadIdx.x & 7) ^ (token & 7)) * 8), there ? from[i] + stage * STAGE : job.x_high, there);
         }
         if (stage < at.stages)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) fetch_weights(weights + ((stage % STAGES) * 16 + i) * PIECES * 32, at.data, format, tile[i], job.granules, stage, lane);
+            for (int i = 0; i < TILES; ++i) fetch_weights(weights + ((stage % STAGES) * 8 * TILES + i) * PIECES * 32, at.data, format, tile[i], job.granules, stage, lane);
         copies_commit();
     };
-    float c[2][TN / 8][4];
+    float c[TILES][TOKENS / 8][4];
 #pragma unroll
-    for (int i = 0; i < 2 * TN / 8 * 4; ++i) c[i / (TN / 2)][i / 4 % (TN / 8)][i % 4] = 0.0f;
-    u32 a[2][4][4];
-    Scales scale[2] = {stage_scales(at.scale, format, tile[0], job.granules, 0, lane), stage_scales(at.scale, format, tile[1], job.granules, 0, lane)};
+    for (int i = 0; i < TILES * TOKENS / 2; ++i) c[i / (TOKENS / 2)][i / 4 % (TOKENS / 8)][i % 4] = 0.0f;
+    u32 a[TILES][4][4];
+    Scales scale[TILES];
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) scale[i] = stage_scales(at.scale, format, tile[i], job.granules, 0, lane);
     auto prepare = [&](int stage) {
-        Scales next[2];
+        Scales next[TILES];
         if (stage + 1 < at.stages)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) next[i] = stage_scales(at.scale, format, tile[i], job.granules, stage + 1, lane);
+            for (int i = 0; i < TILES; ++i) next[i] = stage_scales(at.scale, format, tile[i], job.granules, stage + 1, lane);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) stage_fragments(weights + ((stage % STAGES) * 16 + i) * PIECES * 32, format, scale[i], lane, a[i]);
-        if (stage + 1 < at.stages) { scale[0] = next[0]; scale[1] = next[1]; }
+        for (int i = 0; i < TILES; ++i) stage_fragments(weights + ((stage % STAGES) * 8 * TILES + i) * PIECES * 32, format, scale[i], lane, a[i]);
+        if (stage + 1 < at.stages)
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) scale[i] = next[i];
     };
     fetch(0);
     fetch(1);
@@ -285,7 +292,10 @@ __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const
 #pragma unroll
             for (int s = 0; s < 4; ++s)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) warpgroup_mma(c[i], a[i][s], x, s);
+                for (int i = 0; i < TILES; ++i) {
+                    if (TOKENS == 256) warpgroup_mma_256(c[i], a[i][s], x, s);
+                    else warpgroup_mma(c[i], a[i][s], x, s);
+                }
             warpgroup_commit();
             warpgroup_wait();
         }
@@ -293,28 +303,28 @@ __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const
     copies_wait<0>();
     if (HAS(INT8) && format == INT8) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < TILES; ++i) {
             const float top = at.scale[tile[i] * 16 + (lane >> 2)], bottom = at.scale[tile[i] * 16 + 8 + (lane >> 2)];
 #pragma unroll
-            for (int n = 0; n < TN / 8; ++n) { c[i][n][0] *= top; c[i][n][1] *= top; c[i][n][2] *= bottom; c[i][n][3] *= bottom; }
+            for (int n = 0; n < TOKENS / 8; ++n) { c[i][n][0] *= top; c[i][n][1] *= top; c[i][n][2] *= bottom; c[i][n][3] *= bottom; }
         }
     }
-    write_sums(jobs, job, at, c, (float*)tiles);
+    write_sums<TOKENS, TILES>(jobs, job, at, c, (float*)tiles);
 }
 #endif
 
-KERNEL __launch_bounds__(256, 1) gemm(const __grid_constant__ Jobs jobs) {
+template <int TOKENS, int TILES> __device__ __forceinline__ void gemm_block(const Jobs& jobs) {
     DYNAMIC_SHARED(u16, memory);
     u16* tiles = (u16*)(((u64)memory + 1023) & ~(u64)1023);
     WAIT_BEFORE();
     int index = 0;
     while (index + 1 < jobs.count && (int)blockIdx.x >= jobs.job[index + 1].first_block) ++index;
     const Job& job = jobs.job[index];
-    const int row_blocks = (job.tiles + 15) / 16, local = blockIdx.x - job.first_block, warp = threadIdx.x >> 5;
-    const int token_tile = local % job.token_tiles, rest = local / job.token_tiles, tile_first = (rest % row_blocks) * 16;
+    const int row_blocks = (job.tiles + 8 * TILES - 1) / (8 * TILES), local = blockIdx.x - job.first_block, warp = threadIdx.x >> 5;
+    const int token_tile = local % job.token_tiles, rest = local / job.token_tiles, tile_first = (rest % row_blocks) * 8 * TILES;
     Place at;
     at.group = rest / row_blocks;
-    at.tile0 = tile_first + warp * 2;
+    at.tile0 = tile_first + warp * TILES;
     const int columns = job.format == INT4 ? 256 : job.format == BF16 ? 64 : job.format == F32 ? 32 : 128;
     at.stages = (job.granules * columns + STAGE - 1) / STAGE;
     if (job.table) {
@@ -324,9 +334,13 @@ KERNEL __launch_bounds__(256, 1) gemm(const __grid_constant__ Jobs jobs) {
         at.data = (const U4*)job.table[group[0] * 4 + job.which * 2];
         at.scale = (const float*)job.table[group[0] * 4 + job.which * 2 + 1];
     } else {
-        at.start = 0; at.token0 = token_tile * TN; at.count = min(TN, jobs.rows - at.token0); at.head_x = at.group * job.x_stride;
+        at.start = 0; at.token0 = token_tile * TOKENS; at.count = min(TOKENS, jobs.rows - at.token0); at.head_x = at.group * job.x_stride;
         at.data = job.data + at.group * job.data_stride;
         at.scale = job.scale + at.group * job.scale_stride;
     }
-    multiply(jobs, job, at, tiles);
+    multiply<TOKENS, TILES>(jobs, job, at, tiles);
 }
+KERNEL __launch_bounds__(256, 1) gemm(const __grid_constant__ Jobs jobs) { gemm_block<TN, 2>(jobs); }
+#if !EXACT
+KERNEL __launch_bounds__(256, 1) gemm_long(const __grid_constant__ Jobs jobs) { gemm_block<256, 1>(jobs); }
+#endif

@@ -106,12 +106,12 @@ __device__ __forceinline__ float sinkhorn(float logit, int lane, int iterations,
             float row = 0.0f;
 #pragma unroll
             for (int k = 0; k < HC; ++k) row += __shfl_sync(0xffffffffu, m, (j * HC + k) & 31);
-            m = m / (row + eps);
+            m = __fdividef(m, row + eps);
         }
         float col = 0.0f;
 #pragma unroll
         for (int q = 0; q < HC; ++q) col += __shfl_sync(0xffffffffu, m, (q * HC + lane % HC) & 31);
-        m = m / (col + eps);
+        m = __fdividef(m, col + eps);
     }
     return m;
 }

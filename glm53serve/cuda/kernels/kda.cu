@@ -86,6 +86,10 @@ KERNEL __launch_bounds__(256) kda_scan(const float* q, const float* k, const flo
     WAIT_BEFORE();  // S, spans and live are older than the kernel before
     auto stage = [&](int from) {  // asynchronous copies of the next tokens; those after the span come as zeros
         const int buffer = from / SCAN_TOKENS % SCAN_BUFFERS;
+        if (from >= count) {
+            copies_commit();
+            return;
+        }
         for (int at = threadIdx.x; at < SCAN_TOKENS * KEYS / 4; at += 256) {
             const int token = at / (KEYS / 4), i = at % (KEYS / 4) * 4;
             const bool there = from + token < count && i < KDA_D;
@@ -112,7 +116,7 @@ KERNEL __launch_bounds__(256) kda_scan(const float* q, const float* k, const flo
         __syncthreads();
         stage(from + (SCAN_BUFFERS - 1) * SCAN_TOKENS);
         const int buffer = from / SCAN_TOKENS % SCAN_BUFFERS, here = min(SCAN_TOKENS, count - from);
-        for (int token = 0; token < here; ++token) {
+        auto step = [&](int token) {
             float dot_k[4] = {0.0f, 0.0f, 0.0f, 0.0f}, dot_q[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             F4 kk[QUADS];
 #pragma unroll
@@ -133,7 +137,12 @@ KERNEL __launch_bounds__(256) kda_scan(const float* q, const float* k, const flo
                 s[m][0] += kk[m].x * u; s[m][1] += kk[m].y * u; s[m][2] += kk[m].z * u; s[m][3] += kk[m].w * u;
             }
             if (part == 0 && column < KDA_D) o[(long)(first + from + token) * P + head * KDA_D + column] = sum_q + u * sb[buffer][token][1];
-        }
+        };
+        if (here == SCAN_TOKENS) {
+#pragma unroll
+            for (int token = 0; token < SCAN_TOKENS; ++token) step(token);
+        } else
+            for (int token = 0; token < here; ++token) step(token);
     }
 #pragma unroll
     for (int m = 0; m < QUADS; ++m)

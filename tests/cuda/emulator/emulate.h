@@ -148,6 +148,7 @@ static inline int __popc(unsigned v) { return __builtin_popcount(v); }
 static inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
 static inline float __uint_as_float(unsigned u) { float v; memcpy(&v, &u, 4); return v; }
 static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned long long)(((unsigned __int128)a * b) >> 64); }
+static inline float __fdividef(float a, float b) { return a / b; }
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a > b ? a : b; }
 static inline void cudaGraphSetConditional(unsigned long long handle, unsigned value) { conditionals[handle] = value; }
@@ -182,14 +183,14 @@ static inline void mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
         c[i] += sum;
     }
 }
-static inline void warpgroup_mma(float (*c)[4], const unsigned* a, const unsigned short* tile, int step) {
+template <int TOKENS> static inline void warpgroup_mma_any(float (*c)[4], const unsigned* a, const unsigned short* tile, int step) {
     Warp& w = *self->warp;
     const int side = w.turn & 1, g = self->lane >> 2, t = self->lane & 3;
     if ((uintptr_t)tile & 1023) { fprintf(stderr, "emulator: a swizzled tile must start at 1,024 bytes\n"); abort(); }
     for (int i = 0; i < 4; ++i)
         for (int j = 0; j < 2; ++j) w.a[side][g + (i & 1) * 8][2 * t + (i >> 1) * 8 + j] = __uint_as_float(j ? a[i] & 0xffff0000u : a[i] << 16);
     warp_wait();
-    for (int n = 0; n < 16; ++n)
+    for (int n = 0; n < TOKENS / 8; ++n)
         for (int i = 0; i < 4; ++i) {
             const float* p = w.a[side][g + (i >> 1) * 8];
             const int token = 8 * n + 2 * t + (i & 1);
@@ -201,6 +202,8 @@ static inline void warpgroup_mma(float (*c)[4], const unsigned* a, const unsigne
             c[n][i] += sum;
         }
 }
+static inline void warpgroup_mma(float (*c)[4], const unsigned* a, const unsigned short* tile, int step) { warpgroup_mma_any<128>(c, a, tile, step); }
+static inline void warpgroup_mma_256(float (*c)[4], const unsigned* a, const unsigned short* tile, int step) { warpgroup_mma_any<256>(c, a, tile, step); }
 static inline void warpgroup_begin() {}
 static inline void warpgroup_commit() {}
 static inline void warpgroup_wait() {}

@@ -28,7 +28,7 @@ def build(defines: Mapping[str, int]) -> Path:
     """Compile all kernels with these sizes into a shared library, once for each text and sizes."""
     common = (KERNEL_DIR / "common.cuh").read_text() + (KERNEL_DIR / "matmul.cuh").read_text()
     body = "".join((KERNEL_DIR / f"{name}.cu").read_text() for name in SOURCES)
-    names = kernel_names(body)
+    names = kernel_names(body, defines)
     calls = "".join(f'extern "C" void call_{name}(void** p) {{ call_kernel({name}, p); }}\n' for name in names)
     text = f'#define GLM_EMULATE 1\n#include "{HERE / "emulate.h"}"\n{common}{body}{calls}'
     flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-w", *(f"-D{key}={value}" for key, value in sorted(defines.items()))]
