@@ -16,8 +16,8 @@ from bench.cuda_random import RandomModel, matrices_of, stored_bytes
 from glm53serve.cuda.decode import Decoder, decode_loop
 from glm53serve.cuda.layers import CudaHead, CudaLayers, make_head
 from glm53serve.cuda.model import DeviceModel, KdaOnDevice, MoeOnDevice, defines, flops_per_row
-from glm53serve.engine.launch_ahead import RowPlan
 from glm53serve.engine.seam import Batch, Halted, Span, never
+from glm53serve.engine.step_device import RowPlan
 from glm53serve.model.config import ModelConfig
 from glm53serve.model.config_file import parse_config
 from glm53serve.model.shapes import shape_config

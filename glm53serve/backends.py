@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from glm53serve.engine.decode_loop import DecodeLoop
 from glm53serve.engine.engine import Note
-from glm53serve.engine.launch_ahead import DecodeLoop
 from glm53serve.engine.seam import Head, Layers
 from glm53serve.model.checkpoint import Checkpoint
 from glm53serve.model.errors import ModelError

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from glm53serve.engine.engine import Engine
-from glm53serve.engine.launch_ahead import End, Record, RowPlan
 from glm53serve.engine.sampling import Sampling, choose
 from glm53serve.engine.seam import Batch, Span, never
+from glm53serve.engine.step_device import End, Record, RowPlan
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class EngineStepDevice:
         self._cancelled.clear()
         self._rows = [_Row(p, g, p.token, p.position, min(p.limit, p.room), p.counter) for p, g in rows]
 
-    def launch(self, bucket: int, steps: int) -> None:
+    def launch(self, bucket: int, steps: int, loop: bool) -> None:
         self._queued += steps
         for _ in range(self._rng.randint(0, self._queued)):
             self._step()

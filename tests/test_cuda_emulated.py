@@ -22,9 +22,9 @@ from glm53serve.cuda.backend import CudaBackend, load_backend  # noqa: E402
 from glm53serve.cuda.decode import decode_loop  # noqa: E402
 from glm53serve.cuda.packing import pack, pack_pair, unpack  # noqa: E402
 from glm53serve.cuda.runtime import Device  # noqa: E402
-from glm53serve.engine.launch_ahead import RowPlan  # noqa: E402
 from glm53serve.engine.sampling import Sampling, nucleus, uniform  # noqa: E402
 from glm53serve.engine.seam import Batch, Halted, Span, never  # noqa: E402
+from glm53serve.engine.step_device import RowPlan  # noqa: E402
 from glm53serve.model.checkpoint import open_checkpoint  # noqa: E402
 from glm53serve.model.config import DENSE, DSA, FULL, KDA, SPARSE  # noqa: E402
 from glm53serve.model.quant import dequantise  # noqa: E402

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from glm53serve.engine.launch_ahead import DecodeLoop
+from glm53serve.engine.decode_loop import DecodeLoop
 from tests.served import Fresh, Served, load_tiny, same, tiny_model
 from tests.step_device import EngineStepDevice
 

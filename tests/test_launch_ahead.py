@@ -9,23 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm53serve.engine.launch_ahead import (
-    Commit,
-    DecodeLoop,
-    DepthControl,
-    End,
-    LaunchRefused,
-    Lease,
-    RankMismatch,
-    Record,
-    RowPlan,
-    Shape,
-    Situation,
-    agree,
-    consume,
-    lease,
-    shut_down,
-)
+from glm53serve.engine.decode_loop import Commit, DecodeLoop
+from glm53serve.engine.launch_ahead import DepthControl, LaunchRefused, Lease, Shape, Situation, consume, lease
+from glm53serve.engine.ranks import RankMismatch, agree, shut_down
+from glm53serve.engine.step_device import End, Record, RowPlan
 
 S = Shape(2, ((0, 1), (1, 2)))
 

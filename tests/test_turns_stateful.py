@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from glm53serve.engine.launch_ahead import DecodeLoop
+from glm53serve.engine.decode_loop import DecodeLoop
 from harness.ledger import Turn
 from tests.served import CAPACITY, Fresh, Served, cancel_at_ask, load_tiny, same, tiny_model
 from tests.step_device import EngineStepDevice

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from glm53serve.cuda.layers import CudaLayers
 from glm53serve.cuda.pipeline import RowArrays
 from glm53serve.cuda.runtime import BUCKETS, MAX_ROWS, Argument, Graph, Loop
-from glm53serve.engine.launch_ahead import DecodeLoop, End, Record, RowPlan
+from glm53serve.engine.decode_loop import DecodeLoop
+from glm53serve.engine.step_device import End, Record, RowPlan
 
 STOPS = 8
 CLOCKS = 8192

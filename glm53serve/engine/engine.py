@@ -9,8 +9,8 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from glm53serve.engine.decode_loop import DecodeLoop
 from glm53serve.engine.faults import Faults
-from glm53serve.engine.launch_ahead import DecodeLoop
 from glm53serve.engine.seam import Batch, DeviceLost, Halt, Halted, Head, Layers, Meter, Span, never
 from glm53serve.engine.slots import Checkpoint, CheckpointPool, Origin, Reuse, Slot, plan_reuse
 from glm53serve.model.config import ModelConfig

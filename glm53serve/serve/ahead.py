@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from glm53serve.engine.decode_loop import Commit, DecodeLoop
 from glm53serve.engine.engine import Cost, Engine
-from glm53serve.engine.launch_ahead import Commit, DecodeLoop, RowPlan
-from glm53serve.engine.launch_ahead import End as RowEnd
 from glm53serve.engine.sampling import choose
+from glm53serve.engine.step_device import End as RowEnd
+from glm53serve.engine.step_device import RowPlan
 from glm53serve.serve.emitter import Emitter
 from glm53serve.serve.turns import Desk, End, Turn
 

@@ -12,8 +12,9 @@ from tinymodel import TinyModel
 
 from glm53serve.cuda.backend import CudaBackend, MakeDevice, load_backend
 from glm53serve.cuda.decode import decode_loop
-from glm53serve.engine.launch_ahead import Commit, DecodeLoop, End, RowPlan
+from glm53serve.engine.decode_loop import Commit, DecodeLoop
 from glm53serve.engine.seam import Batch, Span, never
+from glm53serve.engine.step_device import End, RowPlan
 from glm53serve.model.config import ModelConfig
 from glm53serve.model.quant import bf16_to_f32, dequantise, f32_to_bf16
 from glm53serve.model.weights import F32Array, FfnWeights, LayerWeights, Matrix, MoeWeights

@@ -23,7 +23,7 @@ from glm53serve.cuda.backend import CudaBackend, load_backend  # noqa: E402
 from glm53serve.cuda.cupy_runtime import CupyDevice, available  # noqa: E402
 from glm53serve.cuda.decode import decode_loop  # noqa: E402
 from glm53serve.cuda.runtime import Device  # noqa: E402
-from glm53serve.engine.launch_ahead import End, RowPlan  # noqa: E402
+from glm53serve.engine.step_device import End, RowPlan  # noqa: E402
 from glm53serve.engine.tokenizer import Tokenizer  # noqa: E402
 from glm53serve.load import shipped_model  # noqa: E402
 from glm53serve.model.checkpoint import open_checkpoint  # noqa: E402
