@@ -341,7 +341,8 @@ def bench_peers(layers: int, experts: int) -> None:
     bed.decode(1, 20, 4096)
     step = bed.decode(1, 100, 4120)
     say(
-        f"{layers} layers, {experts} experts, bf16, at depth 4,096: transformers prefill {4096 / theirs['prefill']:.0f} tok/s, decode {1 / theirs['step']:.1f} tok/s; "
+        f"{layers} layers, {experts} experts, bf16, at depth 4,096: transformers prefill {4096 / theirs['prefill']:.0f} tok/s, "
+        f"decode {1 / theirs['step']:.1f} tok/s; "
         f"here {4096 / ours:.0f} and {1 / step:.0f}: {theirs['prefill'] / ours:.1f} x and {theirs['step'] / step:.0f} x"
     )
     bed.close()
@@ -353,7 +354,7 @@ BED_SECTIONS = ("decode", "prefill", "check", "gaps", "cancel")
 def main() -> None:
     """Run the sections asked for."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sections", default="decode,check,prefill,gaps,cancel,nano,host,peers")
+    parser.add_argument("--sections", default="decode,check,prefill,gaps,cancel,deep,nano,host,peers")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=288)
     parser.add_argument("--context", type=int, default=4096)
@@ -377,6 +378,11 @@ def main() -> None:
             elif section == "cancel":
                 bench_cancel(bed, options.rows)
                 bench_decode_cancel(bed, 64)
+        bed.close()
+    if "deep" in sections:
+        bed = Bed(flash(32, 288), options.dense, options.expert, 8, 5120, 4096, loops=False)
+        bench_decode(bed, 4096)
+        bench_prefill(bed, 4096)
         bed.close()
     if "nano" in sections:
         bench_nano()

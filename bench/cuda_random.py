@@ -113,8 +113,10 @@ class RandomModel:
         h, p, d = c.hidden_size, c.kda_width, c.kda_head_dim
         q, k, v = (self.matrix(p, h) for _ in range(3))
         return KdaOnDevice(
-            (q, k, v), self.matrix(c.kda_heads, h, "bf16"), self.matrix(d, h, "bf16"), self.matrix(p, d, "bf16"), self.matrix(d, h, "bf16"), self.matrix(p, d, "bf16"),
-            self.matrix(h, p), self.vector(3 * p * c.conv_width, -0.9, 0.9), self.vector(p, -6.0, -1.0), self.vector(c.kda_heads, 0.0, 0.7), self.vector(d, 0.75, 1.25),
+            (q, k, v), self.matrix(c.kda_heads, h, "bf16"), self.matrix(d, h, "bf16"), self.matrix(p, d, "bf16"), self.matrix(d, h, "bf16"),
+            self.matrix(p, d, "bf16"),
+            self.matrix(h, p), self.vector(3 * p * c.conv_width, -0.9, 0.9), self.vector(p, -6.0, -1.0), self.vector(c.kda_heads, 0.0, 0.7),
+            self.vector(d, 0.75, 1.25),
         )  # fmt: skip
 
     def dsa(self, full: bool) -> DsaOnDevice:
@@ -124,7 +126,8 @@ class RandomModel:
         indexer = None
         if full:
             indexer = IndexerOnDevice(
-                self.matrix(c.index_n_heads * di, c.q_lora_rank, "bf16"), self.matrix(di, h, "bf16"), self.matrix(di, h, "bf16"), self.matrix(c.index_n_heads, h, "bf16"),
+                self.matrix(c.index_n_heads * di, c.q_lora_rank, "bf16"), self.matrix(di, h, "bf16"), self.matrix(di, h, "bf16"),
+                self.matrix(c.index_n_heads, h, "bf16"),
                 self.vector(di, 0.75, 1.25), self.vector(di, -0.1, 0.1), self.vector(c.index_kpool * di, -1.0, 1.0),
             )  # fmt: skip
         return DsaOnDevice(

@@ -103,6 +103,16 @@ def test_prompts_of_wide_models_agree_to_the_precision_of_bf16(fmt: str, expert:
     assert error[:57].max() > 1e-4, "the prompt ran on bf16 pairs"
 
 
+def test_long_prompts_take_the_long_kernel_and_give_the_same_logits() -> None:
+    kinds = {"num_layers": 1, "layer_kinds": (DSA,), "mlp_kinds": (SPARSE,), "indexer_kinds": (FULL,)}
+    model = without_f32(tiny_model(seed=3, weight_format="bf16", **WIDE, **kinds))  # type: ignore[arg-type]
+    backend = backend_of(model, emulated, slots=1, capacity=600, chunk=520, exact=False)
+    ids = random_ids(model.config, 515)
+    whole, cut = logits_in_pieces(backend, 0, ids, [515]), logits_in_pieces(backend, 0, ids, [300, 215])
+    assert backend.device.launches["gemm_long"] > 0  # type: ignore[attr-defined]
+    assert np.abs(whole - cut).max() <= 1e-4 * np.abs(cut).max()
+
+
 @pytest.mark.parametrize("name", ["grouped-bf16", "ragged-fp8", "container-int4"])
 def test_goldens(name: str) -> None:
     data = golden(name)

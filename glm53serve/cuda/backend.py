@@ -89,7 +89,8 @@ def load_backend(
     """Load a whole model: `slots` slots of `capacity` positions, prompt passes of up to `chunk` rows.
 
     vram_bytes: device memory it may take, 0 = what is free; routed experts that do not fit stay in pinned host memory, the least used (`heat`) first.
-    `looping`: record device loops too (for `decode_loop(decoder, depth, loop_bound)`). `exact`: whether prompts run on bf16 pairs (see `is_exact`, the default). Raises CudaUnavailable, MemoryError (when less than the experts does not fit), ValueError (unsupported sizes).
+    `looping`: record device loops too (for `decode_loop(decoder, depth, loop_bound)`). `exact`: whether prompts run on bf16 pairs (see `is_exact`, the
+    default). Raises CudaUnavailable, MemoryError (when less than the experts does not fit), ValueError (unsupported sizes).
     """
     c = weights.config
     formats = formats_of(c, weights.layer, weights, bits, (weights.lm_head(),))

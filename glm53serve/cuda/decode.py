@@ -15,7 +15,7 @@ from glm53serve.cuda.runtime import BUCKETS, MAX_ROWS, Argument, Graph, Loop
 from glm53serve.engine.decode_loop import DecodeLoop
 from glm53serve.engine.step_device import End, Record, RowPlan
 
-STOPS = 8
+STOPS = 128
 CLOCKS = 8192
 RING_STEPS = 1024
 SCANS = 32

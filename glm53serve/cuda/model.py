@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from glm53serve.cuda.packing import GRANULE_BYTES, Packed, pack, pack_pair, shape_of
+from glm53serve.cuda.packing import GRANULE_BYTES, TILE, Packed, pack, pack_pair, shape_of
 from glm53serve.cuda.runtime import FORMAT_CODES, FORMAT_NAMES, MAX_ROWS, Buffer, Device, HostBuffer
 from glm53serve.model import quant
 from glm53serve.model.config import DSA, KDA, ModelConfig
@@ -332,7 +332,8 @@ class Uploader:
     def place_experts(self, layers: Sequence[DeviceLayer], experts: ExpertSource, budget: int, heat: NDArray[np.generic] | None = None) -> None:
         """Put every routed expert where it is read from: the hottest in device memory while `budget` bytes last, the rest in pinned host memory.
 
-        heat [mixtures, experts]: uses of each; without it the layers share the device evenly. Raises ValueError for an expert in another format than its layer's first.
+        heat [mixtures, experts]: uses of each; without it the layers share the device evenly. Raises ValueError for an expert in another format than
+        its layer's first.
         """
         mixtures = [(layer.index, layer.ffn) for layer in layers if isinstance(layer.ffn, MoeOnDevice)]
         order = expert_order(len(mixtures), self.config.n_routed_experts, heat)
@@ -346,7 +347,8 @@ class Uploader:
             for e in range(self.config.n_routed_experts):
                 weights = experts.expert(index, e)
                 parts = pack_pair(weights.gate, weights.up), pack(weights.down)
-                if any(FORMAT_CODES[p.format] != m.format or p.data.nbytes != m.tiles * m.granules * GRANULE_BYTES for p, m in zip(parts, (moe.gate_up, moe.down), strict=True)):
+                shapes = zip(parts, (moe.gate_up, moe.down), strict=True)
+                if any(FORMAT_CODES[p.format] != m.format or p.data.nbytes != weight_bytes(m) for p, m in shapes):
                     raise ValueError(f"layer {index}: expert {e} is stored in another format than expert 0")
                 table[e] = [self._piece(a, bool(moe.on_device[e])).address for p in parts for a in (p.data, p.scale)]
             self.device.upload(moe.table.at(), table)
@@ -415,7 +417,9 @@ def weight_bytes(matrix: DeviceMatrix) -> int:
 
 def scale_floats(matrix: DeviceMatrix) -> int:
     """Floats of scale beside them."""
-    return matrix.heads * {"int4": matrix.tiles * matrix.granules * 64, "fp8": matrix.tiles * matrix.granules * 2, "int8": matrix.tiles * 16}.get(FORMAT_NAMES[matrix.format], 0)
+    granules = matrix.tiles * matrix.granules
+    each = {"int4": granules * 64, "fp8": granules * 2, "int8": matrix.tiles * TILE}
+    return matrix.heads * each.get(FORMAT_NAMES[matrix.format], 0)
 
 
 def _shape(matrix: Matrix, pair: bool = False) -> DeviceMatrix:

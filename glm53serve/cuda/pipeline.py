@@ -163,7 +163,8 @@ class Pipeline:
         self.device.launch(
             "dsa_prepare", (rows,), 256,
             [plain["q_latent"], c.q_lora_rank, w.q_norm, qr.high, self._lower(qr), qr.ld, plain["kv"], c.kv_lora_rank, w.kv_norm, c.rms_norm_eps,
-             plain["key"] if own else None, di, own.norm if own else None, own.bias if own else None, at.slot, at.position, at.live, rows_table, st.narrow_table(index)],
+             plain["key"] if own else None, di, own.norm if own else None, own.bias if own else None, at.slot, at.position, at.live,
+             rows_table, st.narrow_table(index)],
         )  # fmt: skip
         jobs = [product(w.q_b, qr, split=self._split("heads_q"))]
         if own:
@@ -171,7 +172,8 @@ class Pipeline:
             tail = ctypes.c_int64(st.tail_at[index])
             self.device.launch(
                 "dsa_pool", (rows,), -(-min(di, 256) // 32) * 32,
-                [plain["key"], plain["index_gate"], di, c.index_kpool, own.ape, at.slot, at.position, at.first, at.live, st.block, ctypes.c_int64(st.stride), tail,
+                [plain["key"], plain["index_gate"], di, c.index_kpool, own.ape, at.slot, at.position, at.first, at.live, st.block,
+                 ctypes.c_int64(st.stride), tail,
                  st.pools_table(index)],
             )  # fmt: skip
         self._products(rows, jobs)
@@ -196,12 +198,14 @@ class Pipeline:
             here = min(s.group, rows - first)
             self.device.launch(
                 "dsa_scores", (parts, here), 256,
-                [plain["index_query"], plain["index_weights"], c.index_n_heads, c.index_n_heads, di, c.index_kpool, keep, first, plain["key"], plain["index_gate"],
+                [plain["index_query"], plain["index_weights"], c.index_n_heads, c.index_n_heads, di, c.index_kpool, keep, first,
+                 plain["key"], plain["index_gate"],
                  at.slot, at.position, at.span_end, at.live, st.block, ctypes.c_int64(st.stride), ctypes.c_int64(st.tail_at[index]), st.pools_table(index),
                  plain["scores"], lds],
                 4 * (32 * (di + 4) + 32 * di),
             )  # fmt: skip
-            arguments: list[Argument] = [plain["scores"], lds, c.index_kpool, keep, first, at.position, at.live, plain["selected"], s.selection, plain["selected_count"]]
+            out = plain["selected"], s.selection, plain["selected_count"]
+            arguments: list[Argument] = [plain["scores"], lds, c.index_kpool, keep, first, at.position, at.live, *out]
             self.device.launch("dsa_select", (here,), 256, arguments)
 
     def _attend(self, here: int, first: int, rows: int, w: DsaOnDevice, at: RowArrays, rows_table: Pointer | None) -> None:
@@ -217,7 +221,8 @@ class Pipeline:
         shared = 2 * (parts * heads * (latent + 48) + 64 * (latent + 8)) + 4 * heads * 36
         self.device.launch(
             "attend_exact" if exact else "attend_fast", (splits, here, -(-c.num_heads // heads)), 256,
-            [absorbed.high, absorbed.low, ld, c.qk_head_dim**-0.5, at.slot, rows_table, c.kv_lora_rank, plain["selected"], s.selection, plain["selected_count"], first,
+            [absorbed.high, absorbed.low, ld, c.qk_head_dim**-0.5, at.slot, rows_table, c.kv_lora_rank, plain["selected"], s.selection,
+             plain["selected_count"], first,
              per_split, attended.high, self._lower(attended), ld, plain["splits"] if few else None],
             shared,
         )  # fmt: skip
@@ -257,7 +262,8 @@ class Pipeline:
         counts = plain["counts"].at(4 * held * e)
         self.device.launch(
             "route", (rows,), 256,
-            [plain["router"], e, w.bias, e, k, c.n_group, c.topk_group, int(c.norm_topk_prob), c.routed_scaling_factor, at.slot, at.live, plain["ids"], plain["weights"],
+            [plain["router"], e, w.bias, e, k, c.n_group, c.topk_group, int(c.norm_topk_prob), c.routed_scaling_factor, at.slot, at.live,
+             plain["ids"], plain["weights"],
              counts, self.uses.at(4 * held * e), ctypes.c_int64(self.use_stride)],
             4 * (2 * e + c.n_group),
         )  # fmt: skip
@@ -267,7 +273,8 @@ class Pipeline:
         self.device.launch("moe_list", (e,), 256, [plain["ids"], rows * k, counts, e, tile, plain["list"], plain["groups"]])
         experts = ExpertGroups(plain["list"], plain["groups"], k, most)
         h = s.split["expert_h"]
-        self._products(rows, [product(w.gate_up, x, split=self._split("expert_h"), swiglu=c.swiglu_limit, table=w.table, which=0, x_map=MAP_TOKEN, y_map=MAP_SORTED)], experts)
+        job = product(w.gate_up, x, split=self._split("expert_h"), swiglu=c.swiglu_limit, table=w.table, which=0, x_map=MAP_TOKEN, y_map=MAP_SORTED)
+        self._products(rows, [job], experts)
         jobs = [product(w.down, h, plain["pair_y"], c.hidden_size, table=w.table, which=1, x_map=MAP_SORTED, y_map=MAP_PAIR)]
         if w.shared:
             jobs.append(product(w.shared.down, s.split["shared_h"], plain["y"], c.hidden_size))

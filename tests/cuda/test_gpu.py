@@ -16,7 +16,7 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from checks import Churn, backend_of, greedy, logits_in_pieces, prefill, run, same_turns  # noqa: E402
-from goldens import NAMES, golden  # noqa: E402
+from goldens import NAMES, golden, reference_of  # noqa: E402
 from tinymodel import FEATURES, random_ids, tiny_model  # noqa: E402
 
 from glm53serve.cuda.backend import CudaBackend, load_backend  # noqa: E402
@@ -27,7 +27,6 @@ from glm53serve.engine.step_device import End, RowPlan  # noqa: E402
 from glm53serve.engine.tokenizer import Tokenizer  # noqa: E402
 from glm53serve.load import shipped_model  # noqa: E402
 from glm53serve.model.checkpoint import open_checkpoint  # noqa: E402
-from glm53serve.model.reference import ReferenceModel  # noqa: E402
 
 pytestmark = pytest.mark.skipif(available() is None, reason="needs an NVIDIA GPU and the packages of glm53serve[cuda]")
 
@@ -79,7 +78,7 @@ def test_goldens(name: str) -> None:
 def test_depths_and_device_loops_give_the_same_bytes_over_a_thousand_schedules() -> None:
     backend = nano()
     rng = np.random.default_rng(11)
-    schedules = int(os.environ.get("GLM53_TEST_SCHEDULES", "250"))
+    schedules = int(os.environ.get("GLM53_TEST_SCHEDULES", "1000"))
     for number in range(schedules):
         churn = Churn.random(rng, backend.layers.config.vocab_size, turns=int(rng.integers(2, 7)), longest=24)
         plain = churn.play(backend, 0, 0, slots=3)
@@ -88,8 +87,7 @@ def test_depths_and_device_loops_give_the_same_bytes_over_a_thousand_schedules()
 
 
 def test_logits_of_the_shipped_model() -> None:
-    checkpoint = open_checkpoint(shipped_model())
-    reference = ReferenceModel(checkpoint.config, checkpoint.layer, checkpoint, checkpoint.embedding(), checkpoint.final_norm(), checkpoint.lm_head(), np.float32)
+    reference = reference_of(shipped_model(), np.float32)
     ids = np.random.default_rng(3).integers(0, 900, 300)
     state = reference.new_state()
     expected = reference.forward(ids, state)
@@ -135,6 +133,7 @@ def test_compute_sanitizer_is_clean_on_a_short_run() -> None:
         pytest.skip("compute-sanitizer is not installed")
     script = Path(__file__).parent / "short_run.py"
     # Not the calls that fail: the bindings look for functions of newer drivers.
-    done = subprocess.run([tool, "--report-api-errors", "no", "--error-exitcode", "7", sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=280)
+    command = [tool, "--report-api-errors", "no", "--error-exitcode", "7", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "ERROR SUMMARY: 0 errors" in done.stdout

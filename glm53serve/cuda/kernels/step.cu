@@ -5,7 +5,7 @@ extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(
 typedef u64 cudaGraphConditionalHandle;
 #endif
 
-#define STOPS 8
+#define STOPS 128
 #define CLOCKS 8192
 enum { LIVE = 0, STOP = 1, LENGTH = 2, CANCELLED = 3, PADDING = 4 };
 
@@ -40,6 +40,7 @@ KERNEL commit(Control* control, Shared* shared, volatile int* ring, int ring_ste
             token = chosen[r];
             position = control->position[r];
             end = LIVE;
+#pragma unroll 8
             for (int i = 0; i < control->stop_count[r]; ++i)
                 if (control->stops[r * STOPS + i] == token) end = STOP;
             if (end == LIVE && control->left[r] <= 1) end = LENGTH;
