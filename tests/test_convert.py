@@ -19,8 +19,9 @@ import pytest
 
 from glm53serve.cli import main
 from glm53serve.model.checkpoint import open_checkpoint
-from glm53serve.model.convert import JOURNAL, convert
+from glm53serve.model.convert import convert
 from glm53serve.model.errors import ModelError
+from glm53serve.model.journal import JOURNAL
 from glm53serve.model.quant import dequantise, requantise
 from glm53serve.model.reference import ReferenceModel
 from glm53serve.model.synth import synth

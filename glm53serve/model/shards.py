@@ -67,6 +67,18 @@ def plan_shards(units: Sequence[Unit], limit: int) -> list[list[Entry]]:
     return [[entry for unit in shard for entry in unit.entries] for shard in ordered]
 
 
+def shard_names(count: int) -> list[str]:
+    """The usual file names of that many shards."""
+    return [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+
+
+def refuse_occupied(directory: Path) -> None:
+    """Raises ModelError (io) when the directory has a model, or parts of one; OSError when it cannot be listed."""
+    there = sorted(p.name for p in directory.iterdir() if p.name == "config.json" or p.name == INDEX or p.suffix == ".safetensors")
+    if there:
+        raise ModelError(f"{directory}: holds a model already ({there[0]}), an empty directory is needed", "io")
+
+
 def header_bytes(entries: Sequence[Entry]) -> bytes:
     """Length and JSON header of a file with these tensors in this order; filled with blanks so that the data start on a page."""
     offset = 0
@@ -87,7 +99,7 @@ def write_model(directory: Path, units: Sequence[Unit], data: Data, texts: Mappi
     partial files are removed.
     """
     shards = plan_shards(units, SHARD_BYTES if limit is None else limit)
-    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    names = shard_names(len(shards))
     total = sum(unit.nbytes for unit in units)
     weight_map = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
     index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=0)
@@ -118,12 +130,10 @@ def _prepare(directory: Path, needed: int) -> bool:
     try:
         made = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
-        there = sorted(p.name for p in directory.iterdir() if p.name == "config.json" or p.name == INDEX or p.suffix == ".safetensors")
+        refuse_occupied(directory)
         free = shutil.disk_usage(directory).free
     except OSError as error:
         raise ModelError(f"{directory}: cannot be written ({error.strerror})", "io") from None
-    if there:
-        raise ModelError(f"{directory}: holds a model already ({there[0]}), an empty directory is needed", "io")
     if needed + DISK_RESERVE > free:
         if made:
             _remove_empty(directory)
