@@ -14,7 +14,8 @@ import pytest
 from rawmodel import LANGUAGE, Raw, RawModel, raw_array
 
 from glm53serve.model import quant
-from glm53serve.model.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from glm53serve.model.checkpoint import Checkpoint, open_checkpoint
+from glm53serve.model.errors import CheckpointError
 from glm53serve.model.synth import synth
 from glm53serve.model.weights import Matrix
 
@@ -391,7 +392,7 @@ def test_opening_reads_no_weights(tmp_path: Path) -> None:
         file.truncate(header)
         file.truncate(size)
     c = open_checkpoint(tmp_path / "m")
-    assert c._maps == {}
+    assert c._extents._maps == {}
     assert not c.embedding().data.any()
 
 

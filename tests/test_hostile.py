@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rawmodel import LANGUAGE, Raw, RawModel, blob, framed
 
 from glm53serve.cli import main
-from glm53serve.model.checkpoint import CheckpointError, open_checkpoint
-from glm53serve.model.errors import ConfigError, ModelError, one_line
+from glm53serve.model.checkpoint import open_checkpoint
+from glm53serve.model.errors import CheckpointError, ConfigError, ModelError, one_line
 from glm53serve.model.info import describe
 from glm53serve.model.synth import synth
 

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from glm53serve.engine.faults import Faults
 from glm53serve.experts.memory import allocate
 from glm53serve.experts.places import PAGE, Place, Run
-from glm53serve.model.checkpoint import CheckpointError
-from glm53serve.model.errors import ModelError
+from glm53serve.model.errors import CheckpointError, ModelError
 
 THREADS = 2
 """Reads in flight for each copy: one disk gains nothing from more (a single read of some megabytes nearly fills it)."""

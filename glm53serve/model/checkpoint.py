@@ -7,9 +7,6 @@ use, or the process dies of a bus error.
 
 from __future__ import annotations
 
-import errno
-import mmap
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +17,8 @@ from numpy.typing import NDArray
 
 from glm53serve.model import layout
 from glm53serve.model.config import FULL, KDA, SPARSE, ModelConfig, load_config
-from glm53serve.model.errors import CheckpointError, ModelError
+from glm53serve.model.errors import CheckpointError
+from glm53serve.model.extents import ExtentReader
 from glm53serve.model.inventory import check_names, mtp_layers, sort_out
 from glm53serve.model.layout import Need
 from glm53serve.model.quant import bf16_to_f32
@@ -39,11 +37,7 @@ from glm53serve.model.weights import (
     MoeWeights,
 )
 
-__all__ = ["Checkpoint", "CheckpointError", "ModelError", "Piece", "open_checkpoint"]
-
 Role = Literal["gate", "up", "down"]
-READ_BYTES = 1 << 30
-"""Most bytes of one read; the system's own limit is a little under 2 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +78,10 @@ class Checkpoint:
         self.vision_bytes = sum(t.nbytes for t in vision)
         self.mtp_bytes = sum(t.nbytes for t in mtp)
         self.has_head = "lm_head.weight" in tensors
-        self.mapped = mapped
+        self._extents = ExtentReader(files, mapped)
         self.vision_tensors = vision
         self.mtp_layers = sorted({int(canonical.split(".")[1]) for t in mtp if (canonical := layout.canonical(t.name)) is not None})
         self._tensors = tensors
-        self._maps: dict[int, NDArray[np.uint8]] = {}
         self._into = Need((config.moe_intermediate_size, config.hidden_size), True)
         self._out = Need((config.hidden_size, config.moe_intermediate_size), True)
         self._into_packed = Need((config.n_routed_experts, 2 * config.moe_intermediate_size, config.hidden_size), True)
@@ -199,12 +192,12 @@ class Checkpoint:
 
     def matrix(self, stored: StoredMatrix) -> Matrix:
         """A matrix as stored. Raises CheckpointError when the file cannot be read or mapped."""
-        scale = None if stored.scale is None else self._view(stored.scale)
-        return Matrix(stored.format, stored.rows, stored.cols, self._view(stored.data), scale)
+        scale = None if stored.scale is None else self._extents.view(stored.scale)
+        return Matrix(stored.format, stored.rows, stored.cols, self._extents.view(stored.data), scale)
 
     def close(self) -> None:
         """Forget the memory maps; each goes when the last view of it does."""
-        self._maps.clear()
+        self._extents.close()
 
     # -- pieces of a layer
 
@@ -254,7 +247,7 @@ class Checkpoint:
         """A tensor that is not a matrix, as a float32 copy in the shape needed. Raises CheckpointError when it holds NaN or infinity."""
         info, shape = self._tensors[name], need.shape
         dtype = np.dtype(np.float32 if info.dtype == "F32" else np.uint16)
-        raw = self._view(Extent(info.shard, info.offset, info.nbytes, dtype, shape, info.name))
+        raw = self._extents.view(Extent(info.shard, info.offset, info.nbytes, dtype, shape, info.name))
         values = np.array(raw, np.float32) if info.dtype == "F32" else bf16_to_f32(raw)
         finite = np.isfinite(values)
         if not finite.all():
@@ -264,42 +257,7 @@ class Checkpoint:
 
     def read(self, extent: Extent) -> NDArray[Any]:
         """A run of bytes as an array in memory of its own. Raises CheckpointError."""
-        return _read(self.files[extent.shard], extent)
-
-    def _view(self, extent: Extent) -> NDArray[Any]:
-        if not self.mapped:
-            return self.read(extent)
-        data = self._maps.get(extent.shard)
-        if data is None:
-            data = self._maps[extent.shard] = _map(self.files[extent.shard])
-        if extent.offset + extent.nbytes > data.size:
-            raise CheckpointError(f"{self.files[extent.shard]}: {data.size} bytes now, it had more when it was opened", "io")
-        return data[extent.offset : extent.offset + extent.nbytes].view(extent.dtype).reshape(extent.shape)
-
-
-def _read(path: Path, extent: Extent) -> NDArray[Any]:
-    data = np.empty(extent.nbytes, np.uint8)
-    view, position = data.data, extent.offset
-    try:
-        with path.open("rb", buffering=0) as file:
-            while view:
-                count = os.preadv(file.fileno(), [view[:READ_BYTES]], position)
-                if count == 0:
-                    size = os.fstat(file.fileno()).st_size
-                    raise CheckpointError(f"{path}: {extent.tensor}: the file has {size} bytes now, it had more when it was opened", "io")
-                view, position = view[count:], position + count
-    except OSError as reason:
-        raise CheckpointError(f"{path}: {extent.tensor}: cannot be read ({reason.strerror})", "io") from None
-    return data.view(extent.dtype).reshape(extent.shape)
-
-
-def _map(path: Path) -> NDArray[np.uint8]:
-    try:
-        with path.open("rb") as file:
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    except (OSError, ValueError) as reason:
-        full = isinstance(reason, OSError) and reason.errno == errno.ENOMEM
-        raise CheckpointError(f"{path}: cannot be mapped ({reason})", "nomem" if full else "io") from None
+        return self._extents.read(extent)
 
 
 def open_checkpoint(directory: Path | str, config: ModelConfig | None = None, mapped: bool = True) -> Checkpoint:

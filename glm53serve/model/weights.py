@@ -135,5 +135,5 @@ class ExpertSource(Protocol):
     """Where routed experts come from: the checkpoint's memory map, or a budgeted store over disk reads."""
 
     def expert(self, layer: int, expert: int) -> FfnWeights:
-        """Weights of one routed expert, as stored. Raises `glm53serve.model.checkpoint.CheckpointError` when it cannot be read."""
+        """Weights of one routed expert, as stored. Raises `glm53serve.model.errors.CheckpointError` when it cannot be read."""
         ...
