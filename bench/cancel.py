@@ -23,8 +23,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder: it has names that packages have, too
 
-from harness.client import Client, HaltLine, own_variables  # noqa: E402
+from harness.client import Client  # noqa: E402
+from harness.engine_process import own_variables  # noqa: E402
 from harness.ledger import Turn  # noqa: E402
+from harness.notes import HaltLine  # noqa: E402
 from harness.rig import Rig  # noqa: E402
 
 PRIMED = 10

@@ -12,7 +12,7 @@ from time import perf_counter
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder: it has names that packages have, too
 
-from harness.client import own_variables  # noqa: E402
+from harness.engine_process import own_variables  # noqa: E402
 from harness.fuzz import fuzz  # noqa: E402
 from harness.rig import Rig  # noqa: E402
 

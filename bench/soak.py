@@ -26,8 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder: it has names that packages have, too
 
 from bench.cancel import scratch_model  # noqa: E402
-from harness.client import Client, HaltLine, own_variables  # noqa: E402
+from harness.client import Client  # noqa: E402
+from harness.engine_process import own_variables  # noqa: E402
 from harness.ledger import Turn  # noqa: E402
+from harness.notes import HaltLine  # noqa: E402
 from harness.rig import Failed, Rig, Skipped  # noqa: E402
 
 SLOTS = 3

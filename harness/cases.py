@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from harness import cases_cancel, cases_turns, cases_wire
-from harness.client import DEFAULT_TIMEOUT, EngineGone, NoAnswer
+from harness.engine_process import DEFAULT_TIMEOUT, EngineGone, NoAnswer
 from harness.frames import ProtocolViolation
 from harness.rig import CASES, TOLERANCE, CaseResult, Failed, Rig, Skipped
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 from harness.cases_turns import prime
-from harness.client import Client, HaltLine, ReuseLine
+from harness.client import Client
 from harness.ledger import Turn
+from harness.notes import HaltLine, ReuseLine
 from harness.rig import Failed, Rig, case, ended, expect
 
 FRACTIONS = (0.5, 0.3, 0.7, 0.15, 0.85)

@@ -9,7 +9,8 @@ import time
 
 import psutil
 
-from harness.client import Client, child_environment, prompt_frame
+from harness.client import Client, prompt_frame
+from harness.engine_process import child_environment
 from harness.frames import Data, Done, Emap, Hits, Prof
 from harness.rig import Failed, Rig, Skipped, case, ended, expect
 

@@ -19,7 +19,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from harness.cases import CASES, CaseResult, case_names, run_cases
-from harness.client import own_variables
+from harness.engine_process import own_variables
 
 CHAIN = {"COLI_VULKAN": "1", "COLI_VK_CHAIN": "1", "COLI_VK_CHAIN_ROWS": "128"}
 

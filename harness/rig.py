@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from harness.client import DEFAULT_TIMEOUT, Client
+from harness.client import Client
+from harness.engine_process import DEFAULT_TIMEOUT
 from harness.frames import Score
 from harness.ledger import Turn
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from glm53serve.commands.chat import Chat, Screen, Thoughts
 from glm53serve.commands.daemon_client import DaemonClient, Outcome
 from glm53serve.model.synth import synth
-from harness.client import child_environment
+from harness.engine_process import child_environment
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.client import CancelLine, Client, EngineGone, HaltLine, NoAnswer, ReuseLine, parse_note, prompt_frame
+from harness.client import Client, prompt_frame
+from harness.engine_process import EngineGone, NoAnswer
 from harness.frames import Data, Done, Echo, Emap, Error, Frame, FrameParser, Prof, ProtocolViolation
 from harness.ledger import Ledger, Turn
+from harness.notes import CancelLine, HaltLine, ReuseLine, parse_note
 
 HELLO = b"\x01\x01READY\x01\x01\nCAPS vision=0 slots=2\nSTAT 0 0.00 0.0 0.3\nEMAP 2 3 408001408001\n"
 ACCEPT = b"ACCEPT 1 4\n"

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from harness.client import child_environment, prompt_frame
+from harness.client import prompt_frame
+from harness.engine_process import child_environment
 
 MODEL = Path(__file__).resolve().parent.parent / "glm53serve" / "data" / "glm53-nano"
 PROGRAM = "import sys; from glm53serve.cli import main_drop_in; sys.exit(main_drop_in(['0']))"

@@ -12,7 +12,7 @@ import pytest
 
 from glm53serve import cli
 from glm53serve.settings import Settings
-from harness.client import child_environment
+from harness.engine_process import child_environment
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 ROOT = Path(__file__).resolve().parent.parent
