@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.fuzz import Doubtful, expect_in_order, fuzz, read
+from harness.fuzz import fuzz
+from harness.reading import Doubtful, expect_in_order, read
 from harness.rig import Rig
 
 MODEL = Path(__file__).resolve().parent.parent / "glm53serve" / "data" / "glm53-nano"
