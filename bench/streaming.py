@@ -195,13 +195,13 @@ def streaming(directory: Path, tokens: int, cancels: int) -> list[tuple[str, str
     # slot, activations and whatever else is not an expert, once a chunk of the largest size of this run has been computed
     loaded.engine.forward_prefill(loaded.engine.slots[0], [65] * CHUNK_ROWS)
     loaded.engine.empty(loaded.engine.slots[0])
-    before = rss() - store._buffers * store.buffer_bytes
+    before = rss() - store.buffers * store.buffer_bytes
     rows = [("experts", f"{len(store.places)} of {store.expert_bytes / 1e6:.1f} MB", f"{store.keep} kept, {store.transit} in transit")]
     rows += decode(loaded, store, tokens)
     rows += chunk(loaded, store)
     rows += latency(loaded, store, cancels)
     grown = rss() - before
-    rows.append(("memory of experts", f"{store._buffers * store.buffer_bytes / budget:.3f}", "of the budget, by the store's books"))
+    rows.append(("memory of experts", f"{store.buffers * store.buffer_bytes / budget:.3f}", "of the budget, by the store's books"))
     rows.append(("RSS grown", f"{grown / budget:.3f}", "of the budget, after the first chunk less its experts"))
     finish(loaded)
     return rows

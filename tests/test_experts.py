@@ -82,8 +82,8 @@ def test_any_budget_gives_the_files_bytes(directory: Path, truth: Checkpoint, bu
                 chosen = rng.permutation(EXPERTS)[: rng.integers(1, EXPERTS + 1)].tolist()
                 got = ask(store, layer, chosen, in_order)
                 assert got == {e: flat(truth.expert(layer, e)) for e in sorted(chosen)}
-        assert store._buffers <= max(budget, 2) + max(budget, 2) // 10
-        assert sum(int(store.resident(layer).sum()) for layer in LAYERS) <= store._buffers
+        assert store.buffers <= max(budget, 2) + max(budget, 2) // 10
+        assert sum(int(store.resident(layer).sum()) for layer in LAYERS) <= store.buffers
     finally:
         store.close()
 
@@ -213,8 +213,8 @@ def test_a_halt_while_waiting_comes_at_once_and_leaves_nothing_queued(directory:
                 pass
         assert halt.value.layer == 2
         assert time.perf_counter() - began < 0.12
-        assert not store._queue
-        assert not store._pinned.any()
+        assert not store._books.queue
+        assert not store._books._pinned.any()
     finally:
         store.close()
 
@@ -382,15 +382,15 @@ class StoreAgainstAModel(RuleBasedStateMachine):
     def books(self) -> None:
         if not hasattr(self, "store"):
             return
-        s = self.store
-        with s._lock:
-            assert not s._pinned.any() and not s._queue
-            assert s._buffers <= self.most
-            in_use = [e.buffer for e in s._entries.values() if e.buffer is not None]
-            assert len(in_use) + len(s._free) == s._buffers
-            assert len({b.ctypes.data for b in (*in_use, *s._free)}) == s._buffers
+        s = self.store._books
+        with s.lock:
+            assert not s._pinned.any() and not s.queue
+            assert s.buffers <= self.most
+            in_use = [e.buffer for e in s.entries.values() if e.buffer is not None]
+            assert len(in_use) + len(s._free) == s.buffers
+            assert len({b.ctypes.data for b in (*in_use, *s._free)}) == s.buffers
             assert np.count_nonzero(s._kept) <= max(s.keep, 0)
-            assert {e.key for e in s._entries.values() if e.kept} == {(LAYERS[r], int(x)) for r, x in np.argwhere(s._kept)}
+            assert {e.key for e in s.entries.values() if e.kept} == {(LAYERS[r], int(x)) for r, x in np.argwhere(s._kept)}
             assert all(not e.kept for e in s._in_transit) and len(s._in_transit) + np.count_nonzero(s._kept) == len(in_use)
 
     def teardown(self) -> None:

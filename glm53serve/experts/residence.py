@@ -1,0 +1,248 @@
+"""Which routed experts are wanted, on their way or in memory, and which buffer each has.
+
+Buffers are of two kinds: `keep` of them hold the experts worth most (`Heat`); the few `transit` ones take a missing expert that is not worth
+keeping, from its read to its last product (and serve it again if it is asked for before they are needed). So a small budget never stops,
+and a cold expert never pushes out a hot one.
+
+An expert is in one of the states QUEUED, READING, READY; one without an entry is on disk only. Buffers are given when a read begins. The
+queue is first in, first out: if its head finds no buffer, a READY expert that a need wants later is sent back to the queue, so there is
+always a way on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53serve.experts.heat import Heat
+from glm53serve.experts.supply import Ready
+
+Key = tuple[int, int]
+Buffer = NDArray[np.uint8]
+
+
+class State(Enum):
+    """What is going on with an expert that is not merely on disk."""
+
+    QUEUED = 0
+    READING = 1
+    READY = 2
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An expert that is wanted or in memory. `pinned` while a need wants it, `position` its turn in that need, `shown` once it was handed out."""
+
+    key: Key
+    state: State = State.QUEUED
+    buffer: Buffer | None = None
+    kept: bool = False
+    pinned: bool = False
+    shown: bool = False
+    position: int = 0
+    ready: Ready | None = None
+    error: BaseException | None = None
+
+
+class Residence:
+    """The books of an expert store, its lock, and what its threads wait for. Every method is called with `lock` held.
+
+    work: there may be something to read. arrived: a read has ended, or will never begin. starving: a need waits and has nothing to compute.
+    reading: reads going on. allocate: makes a buffer of `buffer_bytes` bytes or raises MemoryError. short: called with one line when it did.
+    """
+
+    def __init__(self, layers: Sequence[int], heat: Heat, buffer_bytes: int, allocate: Callable[[int], Buffer], short: Callable[[str], None]) -> None:
+        self.layers = layers
+        self.heat = heat
+        self.buffer_bytes = buffer_bytes
+        self.keep = self.transit = 0
+        self.lock = threading.Lock()
+        self.work = threading.Condition(self.lock)
+        self.arrived = threading.Condition(self.lock)
+        self.closed = self.starving = False
+        self.reading = 0
+        self.entries: dict[Key, Entry] = {}
+        self.queue: deque[Entry] = deque()
+        self.ready, self._kept, self._pinned = (np.zeros(heat.worth.shape, np.bool_) for _ in range(3))
+        self._row = {layer: row for row, layer in enumerate(layers)}
+        self._in_transit: list[Entry] = []
+        self._free: list[Buffer] = []
+        self.buffers = 0
+        self._allocate = allocate
+        self._short = short
+
+    @property
+    def full(self) -> bool:
+        """True when as many experts are kept as may be."""
+        return int(np.count_nonzero(self._kept)) >= self.keep
+
+    def clear(self) -> None:
+        """Forget every expert and release the buffers."""
+        self.entries.clear()
+        self._free.clear()
+        self._in_transit.clear()
+
+    # -- what is wanted
+
+    def want(self, position: int, key: Key) -> tuple[Entry, bool]:
+        """An entry pinned for a need, queued when it is not on its way; and whether it was in memory."""
+        entry = self.entries.get(key)
+        found = entry is not None and entry.state is State.READY
+        if entry is None:
+            entry = self.entries[key] = Entry(key)
+            self.queue.append(entry)
+        entry.shown, entry.position, entry.error = False, position, None
+        self.pin(entry, True)
+        if found and not entry.kept:
+            self._promote(entry)
+        return entry, found
+
+    def _promote(self, entry: Entry) -> None:
+        """Keep an expert in transit that has become hotter than the coldest kept one; they change places."""
+        if self.keep == 0:
+            return
+        if self.full:
+            victim = self._victim(entry.key)
+            if victim is None:
+                return
+            self._mark(victim, False)
+            self._in_transit.append(victim)
+        self._in_transit.remove(entry)
+        self._mark(entry, True)
+
+    def leave(self, entry: Entry) -> None:
+        """A need does not want this expert any more; it is not read if its read has not begun."""
+        self.pin(entry, False)
+        if entry.state is State.QUEUED:
+            if entry in self.queue:
+                self.queue.remove(entry)
+            if self.entries.get(entry.key) is entry:
+                del self.entries[entry.key]
+
+    def landed(self, entry: Entry, ready: Ready) -> None:
+        """The expert's bytes are in its buffer."""
+        entry.ready, entry.state = ready, State.READY
+        self.ready[self._at(entry)] = True
+
+    def pin(self, entry: Entry, pinned: bool) -> None:
+        """Whether a need wants this expert, so that its buffer cannot be given to another one that may wait."""
+        entry.pinned = pinned
+        self._pinned[self._at(entry)] = pinned
+
+    def _at(self, entry: Entry) -> tuple[int, int]:
+        return self._row[entry.key[0]], entry.key[1]
+
+    def drop(self, entry: Entry) -> None:
+        """Forget an expert; its buffer is free."""
+        if entry.kept:
+            self._mark(entry, False)
+        elif entry.buffer is not None:
+            self._in_transit.remove(entry)
+        if entry.buffer is not None:
+            self._free.append(entry.buffer)
+        entry.buffer = entry.ready = None
+        self.ready[self._at(entry)] = False
+        self.entries.pop(entry.key, None)
+
+    def _mark(self, entry: Entry, kept: bool) -> None:
+        entry.kept = kept
+        self._kept[self._at(entry)] = kept
+
+    # -- buffers
+
+    def _victim(self, key: Key) -> Entry | None:
+        """The coldest kept expert that nobody needs, if it is colder than `key`."""
+        among = self._kept & self.ready & ~self._pinned
+        coldest = self.heat.coldest(among)
+        if coldest is None:
+            return None
+        row, expert = coldest
+        if self.heat.worth[row, expert] >= self.heat.worth[self._row[key[0]], key[1]]:
+            return None
+        return self.entries[self.layers[row], expert]
+
+    def room(self, entry: Entry) -> bool:
+        """Give an entry a buffer to be read into; False when it has to wait for one."""
+        buffer: Buffer | None
+        kept = int(np.count_nonzero(self._kept))
+        victim = self._victim(entry.key) if kept >= self.keep else None
+        if victim is not None:
+            self.drop(victim)
+        if victim is not None or kept < self.keep:
+            buffer = self._buffer()
+            if buffer is None and len(self._in_transit) > self.transit:
+                buffer = self._idle_buffer()
+            if buffer is not None:
+                entry.buffer = buffer
+                self._mark(entry, True)
+                return True
+        buffer = self._buffer() if len(self._in_transit) < self.transit else None
+        if buffer is None:
+            buffer = self._idle_buffer()
+        if buffer is None and self.starving and not self.reading:
+            buffer = self._wanted_later_buffer(entry)
+        if buffer is None:
+            return False
+        entry.buffer = buffer
+        self._in_transit.append(entry)
+        return True
+
+    def room_unasked(self, key: Key) -> Entry | None:
+        """An entry to be read before anybody needs it, with a buffer nobody has used; None when every kept one is taken."""
+        if self.full or (buffer := self._buffer()) is None:
+            return None
+        entry = self.entries[key] = Entry(key, State.READING, buffer)
+        self._mark(entry, True)
+        return entry
+
+    def _idle_buffer(self) -> Buffer | None:
+        """The buffer of the longest unused expert in transit."""
+        idle = next((e for e in self._in_transit if e.state is State.READY and not e.pinned), None)
+        if idle is None:
+            return None
+        self.drop(idle)
+        return self._free.pop()
+
+    def _wanted_later_buffer(self, entry: Entry) -> Buffer | None:
+        """When nothing else moves: the buffer of the READY expert that is needed last, if its turn comes after this one's."""
+        wanted = [self.entries[self.layers[row], int(e)] for row, e in np.argwhere(self._pinned & self.ready)]
+        later = [e for e in wanted if not e.shown and e.position > entry.position]
+        if not later:
+            return None
+        self._requeue(max(later, key=lambda e: e.position))
+        return self._free.pop()
+
+    def _requeue(self, entry: Entry) -> None:
+        self.drop(entry)
+        entry.state = State.QUEUED
+        self.entries[entry.key] = entry
+        self.queue = deque(sorted((*self.queue, entry), key=lambda e: e.position))
+
+    def _buffer(self) -> Buffer | None:
+        """A free or new buffer; None when all are in use. When memory is short the budget becomes what is there, once told."""
+        if self._free:
+            return self._free.pop()
+        if self.buffers >= self.keep + self.transit:
+            return None
+        try:
+            buffer = self._allocate(self.buffer_bytes)
+        except MemoryError:
+            if self.buffers < 2:
+                raise
+            wanted = self.keep + self.transit
+            self.transit = min(max(self.transit, 1), self.buffers)
+            self.keep = self.buffers - self.transit
+            while np.count_nonzero(self._kept) > self.keep and (coldest := self.heat.coldest(self._kept)) is not None:
+                demoted = self.entries[self.layers[coldest[0]], coldest[1]]
+                self._mark(demoted, False)
+                self._in_transit.append(demoted)
+            self._short(f"no memory for more routed experts: {self.buffers} of {wanted} are kept, the others are read when needed")
+            return None
+        self.buffers += 1
+        return buffer
