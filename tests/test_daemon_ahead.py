@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from glm53serve.engine.decode_loop import DecodeLoop
-from tests.served import Fresh, Served, load_tiny, same, tiny_model
+from tests.served import CHUNK, Fresh, Served, load_tiny, same, tiny_model
 from tests.step_device import EngineStepDevice
 
 PROMPTS = [b"one two", b"three", b"4 5 6", b"seven eight nine", b"t"]
@@ -64,4 +64,18 @@ def test_a_device_that_fails_costs_its_turns_and_nothing_else(model: Path, fresh
     for slot in (0, 1):
         turn = served.wait(served.submit(PROMPTS[2], slot, max_tokens=6))
         assert same(served.said(turn), fresh.answer(PROMPTS[2], 6))
+    assert served.close() == 0
+
+
+def test_a_long_prompt_leaves_a_step_to_the_others_after_every_chunk(model: Path, fresh: Fresh, tmp_path: Path) -> None:
+    served, _ = start(model, tmp_path / "usage")
+    first = served.submit(PROMPTS[0], 0, max_tokens=60, logprobs=0)
+    served.wait_until(lambda: len(first.tokens) >= 2)
+    long = bytes(b"abcdefghij klmnop"[i * i % 17] for i in range(12 * CHUNK))
+    second = served.wait(served.submit(long, 1, max_tokens=2, logprobs=0))
+    served.wait(first)
+    assert second.accept is not None
+    between = sum(second.accept.at < frame.at < second.tokens[0].at for frame in first.tokens)
+    assert between >= 10, f"{between} tokens during 12 chunks"
+    assert first.text == b"".join(text for text, _ in fresh.answer(PROMPTS[0], 60))
     assert served.close() == 0

@@ -99,6 +99,12 @@ def test_every_answer_is_a_fresh_engines(served: Served, fresh: Fresh, seed: int
         reached["halted"] += served.halted() - halts
         reached["cancelled at an ask"] += len(hit)
         reached[f"{len(turns)} turns"] += 1
+    prompt = b"once more, with feeling"
+    for word in ("diverged", "equal"):
+        turn = served.wait(served.submit(prompt, 0, 1, logprobs=0))
+        assert [text for text, _ in served.said(turn)] == [text for text, _ in fresh.answer(prompt, 1)]
+        reached[served.word(turn)] += 1
+        assert word != "equal" or served.word(turn) == "equal"
     assert not served.ledger.owed
     wanted_states = {"cold", "equal", "shorter", "diverged", "extend", "pin", "halted", "1 turns", "2 turns", "3 turns"}
     wanted_states |= {"DONE after some tokens", "CANCELLED after some tokens", "CANCELLED after no tokens"}

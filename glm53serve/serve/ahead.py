@@ -68,7 +68,7 @@ class Ahead:
                 self._join(loop, turn)
         began = perf_counter()
         before = loop.harvested
-        commits = loop.turn(admission=drain)
+        commits = loop.turn()
         if drain:
             commits += loop.drain()
         seconds = perf_counter() - began
