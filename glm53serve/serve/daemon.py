@@ -111,7 +111,16 @@ class Daemon:
         self._inbox = Inbox(source, self._on_frame, backlog=lambda: self._outbox.unsent_bytes)
         self._admission = Admission(loaded.engine, loaded.tokenizer, self._desk, self._outbox, self._emap, log, settings.accept)
         self._schedule = Schedule(
-            loaded.engine, loaded.tokenizer, self._desk, self._outbox, loaded.stop_ids, settings.rewind, log, self._say, settings.verbose
+            loaded.engine,
+            loaded.tokenizer,
+            self._desk,
+            self._outbox,
+            loaded.stop_ids,
+            settings.rewind,
+            self._telemetry.settle,
+            log,
+            self._say,
+            settings.verbose,
         )
         self._image_for = 0
         self._images: dict[int, bool] = {}
@@ -225,7 +234,6 @@ class Daemon:
         """The one terminal frame of a turn, and what goes with it."""
         if turn.scores and turn.forwards:
             turn.slot.resumable = False
-        uses = self._telemetry.absorb(turn)
         if self._desk.stopping:
             return
         if end is End.CANCELLED:
@@ -235,7 +243,7 @@ class Daemon:
             code, _, rest = detail.partition(" ")
             block = lines.error(turn.id, code, rest)
         else:
-            block = self._telemetry.success(turn, end, uses)
+            block = self._telemetry.success(turn, end)
         self._outbox.send(block + self._emap())
         self._save_due.set()
         self._inbox.poke()

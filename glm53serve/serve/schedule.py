@@ -30,7 +30,8 @@ ASCII_BLANKS = frozenset(b" \t\n\r\v\f")
 class Schedule:
     """Runs turns of a `Desk` on an `Engine`, writing frames to an `Outbox`.
 
-    `log` takes verbose lines, `say` the one line about a change that lasts, `verbose` allows tracebacks.
+    `settle` is told of each turn whose slot begins to be used for it; `log` takes verbose lines, `say` the one line about a change that
+    lasts, `verbose` allows tracebacks.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Schedule:
         outbox: Outbox,
         stop_ids: frozenset[int],
         rewind: bool,
+        settle: Callable[[Turn], None],
         log: Callable[[str], None],
         say: Callable[[str], None],
         verbose: bool,
@@ -52,6 +54,7 @@ class Schedule:
         self._emitter = Emitter(desk, outbox, tokenizer, stop_ids)
         self._ahead = Ahead(engine, desk, self._emitter) if engine.ahead is not None and len(stop_ids) <= MOST_STOP_IDS else None
         self._rewind = rewind
+        self._settle = settle
         self._log = log
         self._say = say
         self._verbose = verbose
@@ -125,7 +128,7 @@ class Schedule:
         slot = turn.slot
         reuse = self._engine.plan(slot, turn.prompt)
         self._log(lines.reuse(turn.id, reuse.reused, len(turn.prompt), reuse.filled_before, reuse.common, reuse.word))
-        self._engine.clear_uses(slot)
+        self._settle(turn)
         self._engine.begin(slot, turn.prompt, reuse)
         if reuse.word == "equal" and reuse.reused:
             turn.logits = slot.logits

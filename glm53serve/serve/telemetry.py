@@ -29,15 +29,27 @@ class Telemetry:
         """The EMAP line as of now; empty for a model without sparse layers."""
         return lines.emap(self._engine.tiers(), self.heat)
 
+    def settle(self, turn: Turn) -> None:
+        """A turn begins: what an earlier turn of its slot used and nobody counted goes to the heat, and its own count starts at 0.
+
+        So a cancelled or failed turn's end asks no device for anything; in the engine's thread.
+        """
+        self.heat += self._engine.expert_uses(turn.slot)
+        self._engine.clear_uses(turn.slot)
+        turn.begun = True
+
     def absorb(self, turn: Turn) -> NDArray[np.uint32]:
-        """Add an ending turn's expert uses to the heat and return them."""
+        """Add a well-ended turn's expert uses to the heat and return them; zeros when it never began."""
+        if not turn.begun:
+            return np.zeros(self.heat.shape, np.uint32)
         uses = self._engine.expert_uses(turn.slot).copy()
         self._engine.clear_uses(turn.slot)
         self.heat += uses
         return uses
 
-    def success(self, turn: Turn, end: End, uses: NDArray[np.uint32]) -> bytes:
+    def success(self, turn: Turn, end: End) -> bytes:
         """HITS, PROF and DONE of a turn."""
+        uses = self.absorb(turn)
         wall = perf_counter() - turn.accepted
         cost = turn.cost
         profile = lines.Profile(

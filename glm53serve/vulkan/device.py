@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -49,6 +52,21 @@ class _Slab:
     used: int = 0
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _alone(method: Callable[Concatenate[Device, P], T]) -> Callable[Concatenate[Device, P], T]:
+    """Queue, command pool and staging memory belong to one thread at a time."""
+
+    @functools.wraps(method)
+    def locked(self: Device, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return cast("Callable[Concatenate[Device, P], T]", locked)
+
+
 class Device:
     """Opens a device and keeps everything made from it until `close`.
 
@@ -79,6 +97,7 @@ class Device:
             self.instance.close()
             raise
         self.lost = False
+        self.lock = threading.RLock()
         self.allocated = self.faults.allocated = 0
         self._memories: list[Any] = []
         self._buffers: list[Any] = []
@@ -162,6 +181,7 @@ class Device:
 
     # --- moving data -------------------------------------------------------------------------------------------------------------
 
+    @_alone
     def put(self, target: Buffer, *parts: NDArray[Any]) -> None:
         """Copy arrays, one after another, into a device range through a staging buffer. Blocks until they are there."""
         staging = self._stage()
@@ -180,6 +200,7 @@ class Device:
         if filled:
             self.copy_now([(staging.part(0, filled), target.part(at, filled))])
 
+    @_alone
     def get(self, source: Buffer, dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """A copy of a device range."""
         staging, out = self._stage(), np.empty(source.nbytes, np.uint8)
@@ -195,6 +216,7 @@ class Device:
             self._staging = self.host(STAGING, cached=True)
         return self._staging
 
+    @_alone
     def copy_now(self, pairs: list[tuple[Buffer, Buffer]]) -> None:
         """Copy ranges (source, target of the same size) and wait."""
         from glm53serve.vulkan.commands import Commands
@@ -207,6 +229,7 @@ class Device:
         commands.barrier(STAGE_TRANSFER, STAGE_COMPUTE | STAGE_HOST, TRANSFER_WRITE, SHADER_READ | SHADER_WRITE | HOST_READ)
         commands.run()
 
+    @_alone
     def zero(self, buffers: list[Buffer]) -> None:
         """Fill device ranges with zeros and wait."""
         from glm53serve.vulkan.commands import Commands
@@ -232,6 +255,7 @@ class Device:
         self._semaphores.append(out[0])
         return out[0]
 
+    @_alone
     def submit(self, info: Any) -> None:
         """Hand a prepared VkSubmitInfo to the queue. A lost device stays lost. Raises DeviceLost."""
         if self.lost:
@@ -243,6 +267,7 @@ class Device:
             self.lost = True
             raise
 
+    @_alone
     def idle(self) -> None:
         """Wait until the device has nothing to do."""
         code = self.lib.vkDeviceWaitIdle(self.handle)

@@ -35,7 +35,8 @@ class Recordings:
     def graph(self, size: int, spans: int) -> Graph:
         """The graph for up to `size` rows of up to `spans` spans."""
         if (size, spans) not in self.graphs:
-            self.graphs[size, spans] = record_graph(self.device, self.layers, self.scratch, self.common, size, spans, self.rate)
+            with self.device.lock:
+                self.graphs[size, spans] = record_graph(self.device, self.layers, self.scratch, self.common, size, spans, self.rate)
         return self.graphs[size, spans]
 
     def adapt(self, observed: Mapping[tuple[int, int], Sequence[float]]) -> None:
@@ -46,8 +47,9 @@ class Recordings:
             graph = self.graphs[key]
             rate = graph.better_rate(seconds)
             if rate is not None:
-                graph.free()
-                self.graphs[key] = record_graph(self.device, self.layers, self.scratch, self.common, *key, rate, graph.recordings + 1)
+                with self.device.lock:
+                    graph.free()
+                    self.graphs[key] = record_graph(self.device, self.layers, self.scratch, self.common, *key, rate, graph.recordings + 1)
 
     def copies(self, ring: int, size: int, stride: int) -> tuple[Commands, Commands]:
         """The copies of a ring's parameters and rows to the device, and of its rows back."""
