@@ -75,10 +75,11 @@ def hollow_model(directory: Path, layers: int, experts: int) -> None:
 
 
 PROBE = """
-import resource, sys, time
+import sys, time
 from glm53serve.cli import main
+from glm53serve.serve.telemetry import peak_rss_gb
 assert main(["info", sys.argv[1]]) == 0
-print("cost", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, time.process_time())
+print("cost", int(1e6 * peak_rss_gb() / 1024), time.process_time())
 """
 
 
