@@ -312,7 +312,7 @@ def _large_text(rig: Rig, size: int) -> bytes:
 
 @case
 def slow_reader(rig: Rig) -> str:
-    """40 prompts of 100 KB (10 KB on a device chain) over 16 slots from a peer that reads nothing for 5 s: one terminal frame each, CANCEL works, memory stays bounded."""
+    """40 prompts of 100 KB (10 KB on a chain) over 16 slots, nothing read for 5 s: one terminal frame each, CANCEL works, memory is bounded."""
     # a chain may be on a software device, which takes an hour for what a GPU does in a second; the pipe is as full with a tenth
     text = _large_text(rig, 10_000 if rig.chain else 100_000)
     tokens = rig.count(text)
