@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from glm53serve.engine.faults import FaultError, Faults
+from glm53serve.engine.seam import DeviceLost
 from tests.served import Fresh, Served, load_tiny, same, tiny_model
 
 PRIME = b"0123456789"
@@ -85,6 +86,23 @@ def test_memory_errors_have_their_own_word(serve: Callable[..., Served], monkeyp
         patch.setattr(type(served.loaded.engine), "run_layers", broken)
         assert served.wait(served.submit(PRIME)).outcome == "NO_MEMORY"
     assert served.wait(served.submit(PRIME)).outcome == "DONE"
+
+
+def test_a_device_lost_between_two_passes_costs_no_finished_turn(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a turn asks for its expert uses, in whatever thread it comes; a device that is gone by then must not end that thread."""
+    served = serve(2)
+
+    def lost(*_: object) -> None:
+        raise DeviceLost("gone")
+
+    turn = served.submit(PRIME, 0, 200)
+    served.wait_until(lambda: len(turn.tokens) >= 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(served.loaded.engine), "expert_uses", lost)
+        served.stop(turn)
+        served.wait(turn)
+    assert turn.outcome == "DONE"
+    assert served.wait(served.submit(PRIME, 1)).outcome == "DONE"
 
 
 @pytest.mark.parametrize("text", ["layer", "layer:", "layer:0", "layer:x", "disk:1", ":1", "layer:-1"])

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm53serve.engine.engine import Engine
+from glm53serve.engine.seam import DeviceLost
 from glm53serve.serve import lines
 from glm53serve.serve.turns import End, Turn
 
@@ -44,11 +45,18 @@ class Telemetry:
         turn.begun = True
 
     def absorb(self, turn: Turn) -> NDArray[np.uint32]:
-        """Add a well-ended turn's expert uses to the heat and return them; zeros when it never began."""
+        """Add a well-ended turn's expert uses to the heat and return them; zeros when it never began, or when they are lost with a device.
+
+        The next pass meets the loss too, ends the turns that need the device and goes on without it: here a finished turn just ends well.
+        """
+        nothing = np.zeros(self.heat.shape, np.uint32)
         if not turn.begun:
-            return np.zeros(self.heat.shape, np.uint32)
-        uses = self._engine.expert_uses(turn.slot).copy()
-        self._engine.clear_uses(turn.slot)
+            return nothing
+        try:
+            uses = self._engine.expert_uses(turn.slot).copy()
+            self._engine.clear_uses(turn.slot)
+        except DeviceLost:
+            return nothing
         self.heat += uses
         return uses
 
