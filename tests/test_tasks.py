@@ -68,7 +68,7 @@ def test_every_answer_is_right_at_32_bits() -> None:
 @pytest.mark.parametrize(("bits", "least"), [(16, 1.0), (8, 0.97)])
 def test_answers_at_fewer_bits(bits: int, least: float) -> None:
     loaded = shipped(bits)
-    some = chosen()
+    some = chosen()[::2]
     wrong = {t.id: said for t in some if (said := answer(loaded, t)) != t.expected}
     assert len(some) - len(wrong) >= least * len(some), wrong
 
