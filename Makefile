@@ -11,7 +11,7 @@ run: setup
 	@$(BIN)/python -m harness.demo --engine $(BIN)/glm53
 
 test: dev check
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -m 'not long'
 
 setup: $(VENV)/.installed
 

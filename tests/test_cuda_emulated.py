@@ -75,6 +75,7 @@ def test_every_feature_against_the_reference(name: str) -> None:
     assert not np.array_equal(logits_in_pieces(backend, 1, ids[::-1].copy(), [52]), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fmt", ["fp8", "int8", "int4"])
 def test_every_weight_format_against_the_reference(fmt: str) -> None:
     model = tiny_model(seed=1, weight_format=fmt)  # type: ignore[arg-type]
@@ -89,6 +90,7 @@ WIDE = {"qk_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64, "q_lora_rank": 
 """Sizes the prompt kernels of wide models take."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fmt", "expert"), [("bf16", "int4"), ("bf16", "int8"), ("bf16", "fp8")])
 def test_prompts_of_wide_models_agree_to_the_precision_of_bf16(fmt: str, expert: str) -> None:
     kinds = {"num_layers": 2, "layer_kinds": (KDA, DSA), "mlp_kinds": (DENSE, SPARSE), "indexer_kinds": (FULL, FULL)}
