@@ -62,6 +62,7 @@ def unpack_pair(packed):  # type: ignore[no-untyped-def]
     return halves[:, 0].reshape(-1, packed.cols), halves[:, 1].reshape(-1, packed.cols)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_against_the_reference(name: str) -> None:
     model = tiny_model(seed=1, weight_format="bf16", **FEATURES[name])
