@@ -56,7 +56,7 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=10)
 @given(history=tokens, unfed=st.booleans(), resumable=st.booleans(), lengths=st.sets(st.integers(1, 8)), prompt=prompts)
 def test_reused_tokens_are_always_a_prefix_of_both(history: list[int], unfed: bool, resumable: bool, lengths: set[int], prompt: list[int]) -> None:
     filled = len(history) - (1 if unfed and history else 0)
-    kept = tuple((n, "boundary") for n in sorted(lengths) if n <= len(history))
+    kept = tuple((n, "boundary") for n in sorted(lengths) if n <= filled)  # a checkpoint is taken of what is computed
     reuse = plan_reuse(slot_with(history, filled, resumable, kept), prompt)  # type: ignore[arg-type]
     assert history[: reuse.reused] == prompt[: reuse.reused]
     assert reuse.reused <= len(prompt)
