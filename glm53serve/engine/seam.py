@@ -6,7 +6,7 @@ State (DSA rows, pool keys, KDA state, convolution windows) lives with whoever r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -132,12 +132,3 @@ class Head(Protocol):
     def logits(self, streams: NDArray[np.float32]) -> NDArray[np.float32]:
         """Logits of rows: streams [rows, hc_mult, H] -> mean over streams, final RMS norm, head -> float32 [rows, V]."""
         ...
-
-
-@dataclass(slots=True)
-class Backend:
-    """What a backend's loader returns: its layers and, when it holds the ends too, a head."""
-
-    layers: Layers
-    head: Head | None = None
-    notes: list[str] = field(default_factory=list)

@@ -113,11 +113,6 @@ class CheckpointPool:
         self._pins = pins
         self._budget = budget
 
-    @property
-    def keeps_boundaries(self) -> bool:
-        """False when the byte budget is 0."""
-        return self._budget > 0
-
     def wanted(self, origin: Origin) -> bool:
         """True when a checkpoint of this origin would be kept at all."""
         return {"pin": self._pins > 0, "boundary": self._budget > 0, "rewind": True}[origin]
