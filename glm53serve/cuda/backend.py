@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from glm53serve.cuda.decode import Decoder
 from glm53serve.cuda.layers import CudaHead, CudaLayers, make_head
-from glm53serve.cuda.model import DeviceModel, Uploader, defines, formats_of, is_exact
+from glm53serve.cuda.model import DeviceModel, defines, is_exact
 from glm53serve.cuda.runtime import Device
+from glm53serve.cuda.upload import Uploader, formats_of
 from glm53serve.model.config import ModelConfig
 from glm53serve.model.weights import F32Array, FfnWeights, LayerWeights, Matrix
 
