@@ -107,7 +107,7 @@ def main() -> None:
     bandwidth, gemm = read_bandwidth(args.threads, args.seconds), matrix_rate(args.seconds)
     vnni = "VNNI" if target.HAS_VNNI else "AVX2" if target.HAS_AVX2 else "portable"
     print(f"{args.threads} threads, {target.LANES} lanes, {vnni}; load average {os.getloadavg()[0]:.1f}")
-    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, float32 matrix product {gemm:.0f} GFLOP/s\n")
+    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, float32 matrix product {gemm:.0f} GFLOP/s; both measured again before each format\n")
     print(f"{'weights x activations':28}{'shape':>12}{'rows':>6}{'ms':>9}{'GB/s':>8}{'of read':>9}{'GFLOP/s':>9}{'of sgemm':>9}")
     counts = (1, 64) if args.quick else (1, 2, 4, 16, 64, 256, 512)
     rng = np.random.default_rng(2)
@@ -118,6 +118,7 @@ def main() -> None:
         kinds += [("bf16 x f32", requantise(plain, 16), False), ("f32 x f32", plain, False)]
         for name, w, levels in kinds:
             spread = copies(pack(w, levels), SPREAD_BYTES)
+            bandwidth, gemm = read_bandwidth(args.threads, args.seconds), matrix_rate(args.seconds)
             for count in counts:
                 seconds = product(spread if count <= 4 else spread[:2], count, args.threads, args.seconds)
                 rate, flops = spread[0].nbytes / seconds, 2 * count * values.size / seconds / 1e9

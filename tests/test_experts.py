@@ -104,6 +104,93 @@ def test_a_chunk_reads_each_expert_of_a_layer_at_most_once(directory: Path, budg
         store.close()
 
 
+def landed(store: ExpertStore, reads: int) -> None:
+    """Wait until the store has made that many reads since it was opened."""
+    until = time.monotonic() + 10
+    while store.reads < reads:
+        assert time.monotonic() < until, f"{store.reads} of {reads} reads"
+        time.sleep(0.001)
+
+
+def test_what_is_foreseen_is_read_once_and_counts_as_a_miss(directory: Path, truth: Checkpoint) -> None:
+    store = make(directory, 6)
+    try:
+        store.foresee(2, np.array([5, 3]))
+        landed(store, 2)
+        with store.need(2, np.array([3, 5]), np.ones(2, np.int64), 1, never, False) as need:
+            assert need.found == 0
+            groups = list(need)
+            assert sorted(ready.expert for ready in groups[0]) == [3, 5] and need.blocked == 0
+        assert store.reads == 2
+        assert ask(store, 2, [3, 5]) == {e: flat(truth.expert(2, e)) for e in (3, 5)}
+        assert store.reads == 2, "an expert that was foreseen and used stays as any other"
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("budget", [2, 4, 12])
+def test_a_wrong_guess_pushes_out_nothing_that_is_kept_and_no_other_guess(directory: Path, budget: int) -> None:
+    store = make(directory, budget)
+    try:
+        for _ in range(8):
+            ask(store, 1, list(range(EXPERTS)))
+        kept = store._books._kept.copy()
+        before = store.reads
+        store.foresee(3, np.arange(EXPERTS))
+        time.sleep(0.1)
+        assert (store._books._kept == kept).all()
+        assert store.reads - before <= store.transit
+        guessed = np.flatnonzero(store.resident(3)).tolist()
+        ask(store, 3, list(range(EXPERTS)), rows=500)
+        assert store.reads - before == EXPERTS and guessed == list(range(len(guessed)))
+    finally:
+        store.close()
+
+
+def test_foreseeing_goes_on_after_guesses_that_did_not_come_true(directory: Path) -> None:
+    store = make(directory, 2)
+    try:
+        ask(store, 1, [0, 1])
+        for layer in (2, 3, 2, 3):
+            before = store.reads
+            store.foresee(layer, np.array([6, 7]))
+            landed(store, before + 1)
+    finally:
+        store.close()
+
+
+def test_a_guess_that_cannot_be_read_fails_nobody(directory: Path, truth: Checkpoint) -> None:
+    said: list[str] = []
+    store = make(directory, 4, faults="read:1", note=said.append)
+    try:
+        store.foresee(2, np.array([1]))
+        landed(store, 1)
+        assert ask(store, 2, [1]) == {1: flat(truth.expert(2, 1))}
+        assert store.reads == 2 and len(said) == 1 and "tried again when needed" in said[0]
+    finally:
+        store.close()
+
+
+def test_without_memory_for_guesses_or_warmth_readers_go_on(directory: Path, truth: Checkpoint) -> None:
+    short = True
+
+    def allocator(nbytes: int) -> np.ndarray:
+        if short:
+            raise MemoryError
+        return allocate(nbytes)
+
+    store = make(directory, 12, allocator=allocator)
+    try:
+        store.warm(np.ones((3, EXPERTS), np.uint64))
+        store.foresee(2, np.arange(4))
+        store.wait_warm()
+        time.sleep(0.05)
+        short = False
+        assert ask(store, 2, [1]) == {1: flat(truth.expert(2, 1))}
+    finally:
+        store.close()
+
+
 def test_everything_fits(directory: Path) -> None:
     store = make(directory, 3 * EXPERTS)
     try:
@@ -339,11 +426,16 @@ class StoreAgainstAModel(RuleBasedStateMachine):
 
     @rule(layer=st.sampled_from(LAYERS), experts=st.sets(st.integers(0, EXPERTS - 1), min_size=1), in_order=st.booleans(), rows=st.integers(1, 40))
     def use(self, layer: int, experts: set[int], in_order: bool, rows: int) -> None:
-        held = set(np.flatnonzero(self.store.resident(layer)).tolist())
-        before = self.store.reads
+        with self.store._books.lock:
+            held = set(np.flatnonzero(self.store._books.ready[LAYERS.index(layer)]).tolist())
+            before = self.store.reads
         got = ask(self.store, layer, sorted(experts), in_order, rows)
         assert got == {e: flat(self.truth.expert(layer, e)) for e in sorted(experts)}
         assert self.store.reads - before >= len(experts - held)
+
+    @rule(layer=st.sampled_from(LAYERS), experts=st.permutations(range(EXPERTS)), count=st.integers(0, EXPERTS))
+    def foresee(self, layer: int, experts: list[int], count: int) -> None:
+        self.store.foresee(layer, np.array(experts[:count], np.int64))
 
     @rule(layer=st.sampled_from(LAYERS), after=st.integers(0, 3))
     def halt(self, layer: int, after: int) -> None:

@@ -48,6 +48,12 @@ class MoePrograms:
 
     def add_choice(self, b: Builder, p: Program) -> None:
         """mHC, router and shared expert of a row group."""
+        self.add_route(b, p)
+        if self.shared is not None:
+            self.shared.add(b, p, b.chunk.x, b.group.first, b.chunk.y2, b.group.first)
+
+    def add_route(self, b: Builder, p: Program) -> None:
+        """mHC and router of a row group."""
         c, g, chunk = self.config, b.group, b.chunk
         b.collapse(p, self.site, chunk.x, g.first)
         logits = g.buffer("router", p64(c.n_routed_experts))
@@ -71,8 +77,6 @@ class MoePrograms:
             work=address(work),
         )
         p.by_row(rows.route.address, arguments)
-        if self.shared is not None:
-            self.shared.add(b, p, chunk.x, g.first, chunk.y2, g.first)
 
     def add_plan(self, b: Builder, p: Program) -> None:
         """Assignments of the whole chunk sorted by expert, and sums cleared."""

@@ -47,10 +47,12 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Programs:
-    """A layer's operations. Of a dense layer only attend and ffn; of a sparse one ffn is the whole second half for few rows."""
+    """A layer's operations. Of a dense layer only attend and ffn; of a sparse one ffn is the whole second half for few rows, and foresee the
+    router's answer to the streams as they are before the attention."""
 
     attend: Program
     ffn: Program
+    foresee: Program | None = None
     choose: Program | None = None
     plan: Program | None = None
     run: Program | None = None
@@ -130,7 +132,8 @@ class CompiledStack:
             b.expand(ffn, y, b.zero)
             return _Programs(attend, ffn)
         assert layer.moe is not None
-        choose, plan, run, add, finish, few = (b.program() for _ in range(6))
+        foresee, choose, plan, run, add, finish, few = (b.program() for _ in range(7))
+        layer.moe.add_route(b, foresee)
         layer.moe.add_choice(b, choose)
         layer.moe.add_plan(b, plan)
         layer.moe.add_run(b, run, self._run, 1)
@@ -140,7 +143,7 @@ class CompiledStack:
         b.expand(finish, b.chunk.y, b.group.first, b.chunk.y2 if layer.moe.shared is not None else None)
         for part in (choose, plan, few, finish):
             ffn.extend(part)
-        return _Programs(attend, ffn, choose, plan, run, add, finish)
+        return _Programs(attend, ffn, foresee, choose, plan, run, add, finish)
 
     # --- the way through ---------------------------------------------------------------------------------------------------------
 
@@ -161,6 +164,7 @@ class CompiledStack:
             if number and halt():
                 raise Halted(layer.index)
             start = time.perf_counter()
+            self._foresee(layer, programs, groups[0])
             self._each_group(programs.attend, groups, layer.index, halt)
             middle = time.perf_counter()
             self.meter.attention += middle - start
@@ -174,6 +178,19 @@ class CompiledStack:
             self.meter.experts += time.perf_counter() - middle - (self.meter.disk - disk)
         streams[:] = self._chunk.streams[:count, :, :hidden]
         return streams
+
+    def _foresee(self, layer: _Layer, programs: _Programs, group: Group) -> None:
+        """Have the experts read that the layer will probably want and that are not in memory, while its attention computes. Attention moves
+        the streams little, so the router's choice is mostly what it will be; the first row group speaks for the chunk."""
+        if programs.foresee is None or layer.resident is not None or self.supply.resident(layer.index).all():
+            return
+        self._group.describe(group, self.slots)
+        self._go(programs.foresee, group.count, layer.index)
+        rows = slice(group.first, group.first + group.count)
+        likely = np.bincount(self._chunk.chosen[rows].ravel(), self._chunk.weights[rows].ravel(), self.config.n_routed_experts)
+        wanted = np.flatnonzero(likely)
+        # few rows take experts as they come, many in ascending order
+        self.supply.foresee(layer.index, wanted if group.count * self.config.num_experts_per_tok > RUN_ROWS else wanted[np.argsort(-likely[wanted])])
 
     def _each_group(self, program: Program, groups: list[Group], layer: int, halt: Halt) -> None:
         for n, group in enumerate(groups):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -37,7 +37,8 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An expert that is wanted or in memory. `pinned` while a need wants it, `position` its turn in that need, `shown` once it was handed out."""
+    """An expert that is wanted or in memory. `pinned` while a need wants it, `position` its turn in that need, `shown` once it was handed out;
+    `guessed` when it was read before it was asked for, until it is."""
 
     key: Key
     state: State = State.QUEUED
@@ -45,6 +46,7 @@ class Entry:
     kept: bool = False
     pinned: bool = False
     shown: bool = False
+    guessed: bool = False
     position: int = 0
     ready: Ready | None = None
     error: BaseException | None = None
@@ -53,6 +55,7 @@ class Entry:
 class Residence:
     """The books of an expert store, its lock, and what its threads wait for. Every method is called with `lock` held.
 
+    guesses: experts likely to be needed soon, read while nothing else is to be read.
     work: there may be something to read. arrived: a read has ended, or will never begin. starving: a need waits and has nothing to compute.
     reading: reads going on. allocate: makes a buffer of `buffer_bytes` bytes or raises MemoryError. short: called with one line when it did.
     """
@@ -69,6 +72,7 @@ class Residence:
         self.reading = 0
         self.entries: dict[Key, Entry] = {}
         self.queue: deque[Entry] = deque()
+        self.guesses: deque[Key] = deque()
         self.ready, self._kept, self._pinned = (np.zeros(heat.worth.shape, np.bool_) for _ in range(3))
         self._row = {layer: row for row, layer in enumerate(layers)}
         self._in_transit: list[Entry] = []
@@ -91,15 +95,17 @@ class Residence:
     # -- what is wanted
 
     def want(self, position: int, key: Key) -> tuple[Entry, bool]:
-        """An entry pinned for a need, queued when it is not on its way; and whether it was in memory."""
+        """An entry pinned for a need, queued when it is not on its way; and whether it was in memory other than by a guess, whose read is
+        this need's."""
         entry = self.entries.get(key)
-        found = entry is not None and entry.state is State.READY
+        ready = entry is not None and entry.state is State.READY
+        found = ready and entry is not None and not entry.guessed
         if entry is None:
             entry = self.entries[key] = Entry(key)
             self.queue.append(entry)
-        entry.shown, entry.position, entry.error = False, position, None
+        entry.shown, entry.guessed, entry.position, entry.error = False, False, position, None
         self.pin(entry, True)
-        if found and not entry.kept:
+        if entry.buffer is not None and not entry.kept:
             self._promote(entry)
         return entry, found
 
@@ -193,6 +199,30 @@ class Residence:
         self._in_transit.append(entry)
         return True
 
+    def foresee(self, keys: Iterable[Key]) -> None:
+        """What is likely to be needed next, in the order in which to read it. What was guessed before and did not come true is an expert in
+        transit like any other."""
+        for entry in self._in_transit:
+            entry.guessed = entry.guessed and entry.state is State.READING
+        self.guesses = deque(keys)
+        self.work.notify_all()
+
+    def guess(self) -> Entry | None:
+        """An entry to be read on a guess, with a buffer; None when nothing is guessed or no buffer is to be had."""
+        while self.guesses and self.guesses[0] in self.entries:
+            self.guesses.popleft()
+        if not self.guesses:
+            return None
+        entry = Entry(self.guesses[0], State.READING, guessed=True)
+        # a guess pushes out nothing that is kept, nor another guess; it takes a place among the kept when it is asked for
+        entry.buffer = self._buffer() if len(self._in_transit) < self.transit else None
+        entry.buffer = entry.buffer if entry.buffer is not None else self._idle_buffer(guessed=False)
+        if entry.buffer is None:
+            return None
+        self._in_transit.append(entry)
+        self.entries[self.guesses.popleft()] = entry
+        return entry
+
     def room_unasked(self, key: Key) -> Entry | None:
         """An entry to be read before anybody needs it, with a buffer nobody has used; None when every kept one is taken."""
         if self.full or (buffer := self._buffer()) is None:
@@ -201,9 +231,9 @@ class Residence:
         self._mark(entry, True)
         return entry
 
-    def _idle_buffer(self) -> Buffer | None:
-        """The buffer of the longest unused expert in transit."""
-        idle = next((e for e in self._in_transit if e.state is State.READY and not e.pinned), None)
+    def _idle_buffer(self, guessed: bool = True) -> Buffer | None:
+        """The buffer of the longest unused expert in transit; `guessed`: also of one that was read on a guess and may still be asked for."""
+        idle = next((e for e in self._in_transit if e.state is State.READY and not e.pinned and (guessed or not e.guessed)), None)
         if idle is None:
             return None
         self.drop(idle)

@@ -2,8 +2,9 @@
 
 Who has which buffer is in `glm53serve.experts.residence`; what a layer waits for in `glm53serve.experts.store_need`.
 
-Nothing is read on a guess from earlier tokens: on the shipped model's routing the likeliest absent expert of the next layer is used 30 to 39
-times in 100, and while the disk is what everything waits for, a wrong read is in the way of a needed one.
+While a layer's attention computes, the readers fetch what its router already says it will choose (`foresee`): asked with the streams as they
+are before the attention, the router names its first choices nine times in ten. Earlier tokens tell less: the likeliest absent expert by
+them is used 30 to 39 times in 100.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class ExpertStore:
         self._warm: deque[Key] = deque()
         self._warming = 0
         self._warm_error: BaseException | None = None
+        self._told = False
         self._readers: list[threading.Thread] = []
         files.on_trouble = note
 
@@ -135,6 +137,7 @@ class ExpertStore:
             self._books.closed = True
             self._warm.clear()
             self._books.queue.clear()
+            self._books.guesses.clear()
             self._books.work.notify_all()
             self._books.arrived.notify_all()
         for reader in self._readers:
@@ -149,6 +152,11 @@ class ExpertStore:
         """See `Supply`."""
         self.heat.use(self._row[layer], experts, counts, rows)
         return StoreNeed(self._books, layer, [(layer, int(e)) for e in experts], halt, in_order)
+
+    def foresee(self, layer: int, experts: NDArray[np.int64]) -> None:
+        """See `Supply`."""
+        with self._books.lock:
+            self._books.foresee((layer, int(e)) for e in experts)
 
     def expert(self, layer: int, expert: int) -> FfnWeights:
         """One expert's weights: a copy unless all are in RAM for good.
@@ -183,7 +191,7 @@ class ExpertStore:
                         return
                     books.work.wait()
                     entry = self._next()
-                warming = not entry.pinned
+                warming = not entry.pinned and not entry.guessed
                 self._warming += warming
                 books.reading += 1
                 buffer = entry.buffer
@@ -220,15 +228,26 @@ class ExpertStore:
             books.queue.popleft()
             entry.state = State.READING
             return entry
-        # one reader stays free for what is needed now
+        try:
+            guess = books.guess()
+            return guess if guess is not None else self._next_warm()
+        except MemoryError:
+            # who needs an expert is told; nobody needs these
+            books.guesses.clear()
+            self._warm.clear()
+            books.arrived.notify_all()
+            return None
+
+    def _next_warm(self) -> Entry | None:
+        """The next read that only fills the cache; one reader stays free for what is needed now."""
         while self._warm and self._warming < max(1, len(self._readers) - 1):
             key = self._warm.popleft()
-            if key in books.entries:
+            if key in self._books.entries:
                 continue
-            unasked = books.room_unasked(key)
+            unasked = self._books.room_unasked(key)
             if unasked is None:
                 self._warm.clear()
-                books.arrived.notify_all()
+                self._books.arrived.notify_all()
             return unasked
         return None
 
@@ -243,11 +262,16 @@ class ExpertStore:
             books.drop(entry)
             if pinned:
                 entry.error = error
-            elif self._warm_error is None:
-                self._warm_error = error
-                self._note(f"{error}; it is tried again when needed")
+            else:
+                # whoever needs it reads it again, and is told when that fails too
+                if not self._told:
+                    self._note(f"{error}; it is tried again when needed")
+                self._told = True
+                books.guesses.clear()
+                if not entry.guessed:
+                    self._warm_error = self._warm_error or error
         books.arrived.notify_all()
-        if books.queue or self._warm:
+        if books.queue or books.guesses or self._warm:
             books.work.notify_all()
 
     def _short_of_memory(self, line: str) -> None:

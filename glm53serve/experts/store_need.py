@@ -33,6 +33,7 @@ class StoreNeed:
     def __enter__(self) -> Self:
         books = self._books
         with books.lock:
+            books.guesses.clear()
             for position, key in enumerate(self._keys):
                 entry, found = books.want(position, key)
                 self.found += found

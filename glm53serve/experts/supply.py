@@ -58,6 +58,11 @@ class Supply(Protocol):
         """
         ...
 
+    def foresee(self, layer: int, experts: NDArray[np.int64]) -> None:
+        """Experts that a need of this layer is likely to want soon, in the order in which to read them. Any read begun for them is only a
+        guess: it changes no result, and makes room for what a need wants."""
+        ...
+
     @property
     def stable(self) -> bool:
         """True once every expert is in memory and none will ever move: addresses may be kept."""
@@ -110,6 +115,9 @@ class HeldExperts:
     def need(self, layer: int, experts: NDArray[np.int64], counts: NDArray[np.int64], rows: int, halt: Halt, in_order: bool) -> Need:
         """See `Supply`: one list of all."""
         return _NeedHeld(layer, [self._ready(layer, int(e)) for e in experts], halt)
+
+    def foresee(self, layer: int, experts: NDArray[np.int64]) -> None:
+        """See `Supply`: nothing to do."""
 
     def _ready(self, layer: int, expert: int) -> Ready:
         key = (layer, expert)

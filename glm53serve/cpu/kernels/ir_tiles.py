@@ -22,12 +22,13 @@ from llvmlite.ir import Value
 from numba import types
 from numba.extending import intrinsic
 
-from glm53serve.cpu.kernels.simd import F32, I8, I16, I32, I64, VF, VI, constant, fma, hsum, load, shuffle, splat, store
+from glm53serve.cpu.kernels.simd import F32, I8, I16, I32, I64, VF, VI, constant, fma, hsum, load, prefetch, shuffle, splat, store
 from glm53serve.cpu.kernels.simd import call as call_intrinsic
 from glm53serve.cpu.kernels.target import HAS_AVX2, HAS_VNNI, LANES
 
 F32_, BF16, INT8, FP8, INT4, INT4_Q16 = range(6)
 """Kinds of product: weights as named times float32 activations, INT4_Q16 times 16-bit ones."""
+_GROUP_BYTES = {F32_: 256, BF16: 128, INT8: 64, FP8: 64, INT4: 32}
 FLOAT_TILES = ((6, 4), (4, 4), (2, 8), (1, 8)) if LANES == 16 else ((6, 2), (4, 2), (2, 4), (1, 8))
 """(M, N) of the float tiles for M = 6, 4, 2, 1."""
 PANEL = 16
@@ -69,6 +70,15 @@ def _loop(b: ir.IRBuilder, count: Value, carried: list[Value], body: Callable[[V
     b.branch(head)
     b.position_at_end(after)
     return phis
+
+
+def _fetch_next(b: ir.IRBuilder, block: Value, stride: Value, width: int, group: Value, row_bytes: int) -> None:
+    """Fetch what the next `width` rows hold of this group. A group's share of them is one run of memory where rows lie one after another:
+    the processor's own prefetching follows a few runs well, but not `width` of them at once."""
+    share = width * row_bytes
+    at = b.add(b.add(block, b.mul(stride, _i(width))), b.mul(group, _i(share)))
+    for line in range(0, share, 64):
+        prefetch(b, b.add(at, _i(line)))
 
 
 def _function(module: ir.Module, name: str, arguments: int, body: Callable[..., None]) -> ir.Function:
@@ -139,6 +149,8 @@ def _float_tile(kind: int, rows: int, width: int) -> Callable[..., None]:
             group = b.add(first, number)
             sums = list(sums)
             scales = group_scales(group)
+            if rows <= 2:
+                _fetch_next(b, w, ws, width, group, _GROUP_BYTES[kind])
             x_at = b.mul(group, _i(256))
             for j in range(64 // LANES):
                 weights = [_weights(b, kind, w_rows[n], group, j, scales[n]) for n in range(width)]
@@ -285,6 +297,9 @@ def _rows_tile(rows: int, width: int) -> Callable[..., None]:
 
         def step(group: Value, totals: list[Value]) -> list[Value]:
             at = b.mul(group, _i(4))
+            if width > 1:
+                _fetch_next(b, w, ws, width, group, 32)
+                _fetch_next(b, s, ss, width, group, 4)
             halves = [_nibbles(b, b.add(row, b.mul(group, _i(32)))) for row in w_rows]
             scale = ir.Constant(ir.VectorType(F32, width), ir.Undefined)
             for n, row in enumerate(s_rows):

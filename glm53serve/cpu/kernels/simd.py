@@ -76,6 +76,14 @@ def call(b: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> i
     return b.call(fn, args)
 
 
+def prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
+    """Have the cache line of an address on its way; any address will do."""
+    pointer = b.inttoptr(address, I8.as_pointer())
+    arguments = [pointer, *(ir.Constant(I32, value) for value in (0, 3, 1))]
+    fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), [a.type for a in arguments]), "llvm.prefetch.p0i8")
+    b.call(fn, arguments)
+
+
 def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """x * y + z, fused where the processor can."""
     kind = f"v{x.type.count}f32" if isinstance(x.type, ir.VectorType) else "f32"
