@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from bench.cuda_measure import BenchDevice, Stopwatch, percentiles, table
+from bench.cuda_measure import BenchDevice, Stopwatch, cost_table, percentiles, table
 from bench.cuda_random import RandomModel, matrices_of, stored_bytes
 from glm53serve.cuda.decode import Decoder, decode_loop
 from glm53serve.cuda.layers import CudaHead, CudaLayers, make_head
@@ -143,8 +143,27 @@ def bench_decode(bed: Bed, context: int) -> None:
             head = stored_bytes(bed.model.head) if bed.model.head else 0
             rest = np.median(step) - head / bed.copy / 1e3
             say(f"  extrapolated (not measured) to 45 layers: {1e6 / (rest * full + head / bed.copy / 1e3):.0f} tok/s")
-    bed.decoder.upload(1, [(RowPlan(0, 17, context + 200, 100, 100), 1 << 20)])
-    table("one decode step, kernel by kernel (launched plainly)", bed.device.profile(lambda: bed.decoder._step(1)))
+    for slots in (1, 8):
+        if slots <= bed.layers.slots:
+            position = context if slots == 1 else min(context, 512)
+            step_costs(bed, slots, position)
+
+
+def step_costs(bed: Bed, slots: int, position: int) -> None:
+    """Where the time of a decode step goes. The commit is left out of the graphs, so every step is the same; routing counters go with the router."""
+    bed.decoder.upload(slots, [(RowPlan(slot, 17 + slot, position + 200, 100, 100, seed=slot), 1 + slot) for slot in range(slots)])
+    bed.decoder._step(slots)
+    device, launch = bed.device, bed.device.launch
+
+    def step() -> None:
+        bed.decoder._step(slots)
+
+    device.launch = lambda kernel, *rest: None if kernel == "commit" else launch(kernel, *rest)  # type: ignore[method-assign]
+    try:
+        whole, costs = device.costs(step, (frozenset({"step_begin", "route", "moe_list"}),))
+    finally:
+        device.launch = launch  # type: ignore[method-assign]
+    cost_table(f"decode, {slots} streams", whole, costs, bed.copy)
 
 
 def bench_prefill(bed: Bed, rows: int) -> None:

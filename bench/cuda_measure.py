@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from bench.cuda_random import SOURCE
 from glm53serve.cuda.cupy_runtime import CupyDevice
-from glm53serve.cuda.runtime import KERNEL_DIR, Argument
+from glm53serve.cuda.runtime import FORMAT_NAMES, KERNEL_DIR, Argument, Jobs
 
 
 class BenchDevice(CupyDevice):
@@ -22,9 +23,16 @@ class BenchDevice(CupyDevice):
     def __init__(self, sizes: Mapping[str, int]) -> None:
         super().__init__(sizes, extra_sources={"bench": (KERNEL_DIR / "common.cuh").read_text() + SOURCE})
         self._timed: list[tuple[str, Any, Any]] | None = None
+        self._left_out: frozenset[str] = frozenset()
+        self._seen: dict[str, list[float]] | None = None
 
     def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Argument], shared: int = 0) -> None:
-        """Enqueue a kernel, between two events when profiling."""
+        """Enqueue a kernel, between two events when profiling; not at all when it is left out."""
+        name = f"{kernel} {'x'.join(map(str, grid))}"
+        if self._seen is not None:
+            self._seen.setdefault(name, []).append(_weight_bytes(arguments))
+        if kernel in self._left_out or name in self._left_out:
+            return
         if self._timed is None:
             super().launch(kernel, grid, threads, arguments, shared)
             return
@@ -32,7 +40,7 @@ class BenchDevice(CupyDevice):
         events[0].record(self.stream)
         super().launch(kernel, grid, threads, arguments, shared)
         events[1].record(self.stream)
-        self._timed.append((f"{kernel} {'x'.join(map(str, grid))}", *events))
+        self._timed.append((name, *events))
 
     def profile(self, body: Callable[[], None], delay_ms: float = 40.0) -> dict[str, tuple[int, float]]:
         """Launches and microseconds by kernel and grid. The queue is filled behind a busy kernel, so the host does not show."""
@@ -47,6 +55,36 @@ class BenchDevice(CupyDevice):
         for name, start, end in timed:
             out[name].append(1e3 * self.cupy.cuda.get_elapsed_time(start, end))
         return {name: (len(v), float(sum(v))) for name, v in out.items()}
+
+    def costs(self, body: Callable[[], None], together: Sequence[frozenset[str]] = (), repeat: int = 24) -> tuple[float, dict[str, tuple[int, float, float]]]:
+        """What each kernel and grid costs inside the recorded graph of `body`: microseconds of the whole less those of a graph without it.
+
+        Kernels of one set of `together` are left out at once. Returns the whole and (launches, microseconds, bytes of weights of whole matrices) by name.
+        """
+        self._seen = seen = {}
+        body()
+        self._seen = None
+        whole = self._graph_time(body, repeat)
+        groups = {name: next((g for g in together if name.split()[0] in g), frozenset({name})) for name in seen}
+        out: dict[str, tuple[int, float, float]] = {}
+        for group in dict.fromkeys(groups.values()):
+            self._left_out = group
+            members = [name for name, g in groups.items() if g == group]
+            out[" + ".join(members)] = sum(len(seen[m]) for m in members), whole - self._graph_time(body, repeat), sum(sum(seen[m]) for m in members)
+        self._left_out = frozenset()
+        return whole, out
+
+    def _graph_time(self, body: Callable[[], None], repeat: int) -> float:
+        """Median microseconds of the graph of `body`."""
+        graph = self.record(body)
+        graph.launch()
+        events = [self.cupy.cuda.Event() for _ in range(repeat + 1)]
+        events[0].record(self.stream)
+        for event in events[1:]:
+            graph.launch()
+            event.record(self.stream)
+        self.synchronize()
+        return float(np.median([1e3 * self.cupy.cuda.get_elapsed_time(a, b) for a, b in pairwise(events)]))
 
     def timed(self, body: Callable[[], None], repeat: int = 10) -> float:
         """Best seconds of one `body`, by events."""
@@ -97,6 +135,15 @@ class BenchDevice(CupyDevice):
         return rate
 
 
+def _weight_bytes(arguments: Sequence[Argument]) -> float:
+    """Bytes of the whole matrices a product launch reads (experts are not counted)."""
+    jobs = arguments[0] if arguments else None
+    if not isinstance(jobs, Jobs):
+        return 0.0
+    each = ((job, FORMAT_NAMES[job.format]) for job in jobs.job[: jobs.count] if not job.table)
+    return float(sum(job.groups * job.tiles * (job.granules * (2048 + {"int4": 256, "fp8": 8}.get(fmt, 0)) + 64 * (fmt == "int8")) for job, fmt in each))
+
+
 def _pointer(address: int) -> Argument:
     from glm53serve.cuda.runtime import Pointer
 
@@ -115,6 +162,14 @@ def table(title: str, rows: Mapping[str, tuple[int, float]], most: int = 40) -> 
     print(f"{title}: {total / 1e3:.3f} ms in {sum(n for n, _ in rows.values())} launches")
     for name, (count, us) in sorted(rows.items(), key=lambda item: -item[1][1])[:most]:
         print(f"  {name:44s} {count:5d} x {us / count:9.2f} us = {us / 1e3:9.3f} ms  {100 * us / total:5.1f} %")
+
+
+def cost_table(title: str, whole: float, rows: Mapping[str, tuple[int, float, float]], copy: float) -> None:
+    """Print what `BenchDevice.costs` found, the largest first; `copy` in GB/s."""
+    print(f"{title}: {whole:.0f} us in one graph; us less without each (launches, us a launch, weights of whole matrices, their share of copy)")
+    for name, (count, us, nbytes) in sorted(rows.items(), key=lambda item: -item[1][1]):
+        share = f"{nbytes / 1e6:8.1f} MB {100 * nbytes / copy / 1e3 / us:5.1f} %" if nbytes and us > 0 else ""
+        print(f"  {name:44s} {count:4d} x {us / count:7.2f} = {us:8.1f} {share}")
 
 
 class Stopwatch:
