@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glm53serve.cuda.runtime import MODULES, Argument, Buffer, HostBuffer, Pointer, kernel_names, kernel_source, pack_arguments
+from glm53serve.cuda.runtime import MODULES, Argument, Buffer, HostBuffer, Pointer, TensorMap, kernel_names, kernel_source, pack_arguments
 from glm53serve.engine.seam import DeviceLost
 
 MAX_DYNAMIC_SHARED = 227 << 10
@@ -123,6 +123,9 @@ class CupyDevice:
         self._functions: dict[str, Any] = {}
         self._dependent = False
         self._pool = self.cupy.cuda.MemoryPool()
+        encode = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuTensorMapEncodeTiled
+        encode.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, *[ctypes.c_void_p] * 4, *[ctypes.c_int] * 4]
+        self._encode_map = encode
         self._load(defines, extra_sources or {})
 
     def _load(self, defines: Mapping[str, int], extra: Mapping[str, str]) -> None:
@@ -234,6 +237,22 @@ class CupyDevice:
     def record(self, body: Callable[[], None]) -> CupyGraph:
         """Capture the launches of `body`, each allowed to start while the one before it ends."""
         with self.stream:
+    def tensor_map(self, start: Pointer, rows: int, row_bytes: int, box_rows: int) -> TensorMap:
+        """A map of bf16 rows whose boxes land swizzled by 128 bytes."""
+        room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)  # the driver wants 64-byte alignment, which the bindings' own object has not
+        made = TensorMap.from_buffer(room, -ctypes.addressof(room) % 64)
+        sizes, stride = (ctypes.c_uint64 * 2)(row_bytes // 2, rows), (ctypes.c_uint64 * 1)(row_bytes)
+        box, steps = (ctypes.c_uint32 * 2)(64, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+        d = self.driver
+        error = self._encode_map(
+            ctypes.addressof(made), int(d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16), 2, int(start), sizes, stride, box, steps,
+            int(d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE), int(d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B),
+            int(d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B), int(d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+        )  # fmt: skip
+        if error:
+            raise RuntimeError(f"a tensor map of {rows} rows of {row_bytes} bytes at {int(start):#x}: CUDA driver error {error}")
+        return TensorMap.from_buffer_copy(made)
+
             self.stream.begin_capture()
             self._dependent = self.overlap
             try:

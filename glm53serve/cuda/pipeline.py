@@ -17,6 +17,8 @@ from glm53serve.cuda.scratch import DECODE_SPLIT, Scratch, SplitRows
 from glm53serve.cuda.state import SlotStates
 from glm53serve.model.config import FULL
 
+PROMPT_COLUMNS, PROMPT_ROWS = 128, 64
+"""Columns and rows of a block of `site_open_prompt`."""
 Border = Callable[[int], None]
 """Called between segments of a pass with the layer number; may raise to stop the pass."""
 
@@ -102,20 +104,26 @@ class Pipeline:
 
     def _site(self, rows: int, site: Site, pending: Returned | None) -> None:
         c, s = self.config, self.scratch
-        self._open_site(rows, site.fn, pending)
+        chunks = self._open_site(rows, site.fn, pending)
         x = s.split["x"]
         arguments: list[Argument] = [
-            s.plain["streams"], c.hidden_size, s.chunks, s.plain["partial"], site.base, site.scale, site.norm, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters,
+            s.plain["streams"], c.hidden_size, chunks, s.plain["partial"], site.base, site.scale, site.norm, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters,
             s.plain["coefficients"], x.high, self._lower(x), x.ld,
         ]  # fmt: skip
         self.device.launch("site_close", (rows,), 1024, arguments, 4 * c.hidden_size)
 
-    def _open_site(self, rows: int, fn: Buffer | None, pending: Returned | None) -> None:
-        s = self.scratch
+    def _open_site(self, rows: int, fn: Buffer | None, pending: Returned | None) -> int:
+        """Mix the last half's result in and project the streams. Returns in how many chunks of columns the projection lies."""
+        s, h = self.scratch, self.config.hidden_size
         arguments: list[Argument] = [
-            s.plain["streams"], rows, self.config.hidden_size, int(pending is not None), s.plain["coefficients"], pending or Returned(), fn, s.plain["partial"],
+            s.plain["streams"], rows, h, int(pending is not None), s.plain["coefficients"], pending or Returned(), fn, s.plain["partial"],
         ]  # fmt: skip
-        self.device.launch("site_open", (s.chunks, -(-rows // 8)), 256, arguments)
+        if self._low or h % 4:
+            self.device.launch("site_open", (s.chunks, -(-rows // 8)), 256, arguments)
+            return s.chunks
+        chunks = -(-h // PROMPT_COLUMNS)
+        self.device.launch("site_open_prompt", (chunks, -(-rows // PROMPT_ROWS)), 256, arguments)
+        return chunks
 
     def _kda(self, rows: int, index: int, w: KdaOnDevice, at: RowArrays, spans: int) -> Returned:
         c, s, st = self.config, self.scratch, self.states
@@ -229,9 +237,7 @@ class Pipeline:
         if few:
             arguments: list[Argument] = [plain["splits"], splits, per_split, plain["selected_count"], first, c.kv_lora_rank, attended.high, attended.low, ld]
             self.device.launch("attend_join", (c.num_heads, here), 512, arguments)
-        job = product(
-            w.value, attended, split=self._split("heads_o"), x_stride=ld, y_stride=c.v_head_dim, split_at=first, ldx=c.num_heads * ld
-        )
+        job = product(w.value, attended, split=self._split("heads_o"), x_stride=ld, y_stride=c.v_head_dim, split_at=first, ldx=c.num_heads * ld)
         self._products_for(here, rows, [job])
 
     def _products_for(self, here: int, rows: int, jobs: list[Job]) -> None:
@@ -273,7 +279,11 @@ class Pipeline:
         self.device.launch("moe_list", (e,), 256, [plain["ids"], rows * k, counts, e, tile, plain["list"], plain["groups"]])
         experts = ExpertGroups(plain["list"], plain["groups"], k, most)
         h = s.split["expert_h"]
-        job = product(w.gate_up, x, split=self._split("expert_h"), swiglu=c.swiglu_limit, table=w.table, which=0, x_map=MAP_TOKEN, y_map=MAP_SORTED)
+        chosen, order = x, MAP_TOKEN
+        if not self._low:  # the copy engine reads runs of rows: those of an expert side by side, where the results of pairs will lie later
+            chosen, order = SplitRows(plain["pair_y"], None, x.ld), MAP_SORTED
+            self.device.launch("moe_gather", (rows * k,), 256, [x.high, x.ld, plain["list"], k, chosen.high])
+        job = product(w.gate_up, chosen, split=self._split("expert_h"), swiglu=c.swiglu_limit, table=w.table, which=0, x_map=order, y_map=MAP_SORTED)
         self._products(rows, [job], experts)
         jobs = [product(w.down, h, plain["pair_y"], c.hidden_size, table=w.table, which=1, x_map=MAP_SORTED, y_map=MAP_PAIR)]
         if w.shared:

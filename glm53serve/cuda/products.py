@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from glm53serve.cuda.model import DeviceMatrix
-from glm53serve.cuda.runtime import MAX_JOBS, MAX_ROWS, Buffer, Device, Job, Jobs, Pointer
+from glm53serve.cuda.runtime import MAX_JOBS, MAX_ROWS, Argument, Buffer, Device, Job, Jobs, Maps, Pointer
 from glm53serve.cuda.scratch import SplitRows
 
 OUT_F32, OUT_SPLIT, OUT_SWIGLU = 0, 1, 2
@@ -16,7 +16,7 @@ LONG_ROWS = 512
 """From this many rows on, products of whole matrices take 256 tokens a block."""
 SKINNY_BLOCKS = 396
 """Blocks of a skinny product an H200 runs at once; beyond that a block does several rounds."""
-GEMM_SHARED = 1024 + 4 * 16384 + 4 * 16 * 2048  # the swizzled tiles' alignment, activations, weights; the exact kernel takes less
+GEMM_SHARED = 1024 + 6 * 16384 + 2 * 16 * 4096  # the swizzled tiles' alignment, activations, weights; the other tiled kernels take less
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ def run_products(device: Device, rows: int, jobs: list[Job], token_tile: int, ex
     skinny = rows <= MAX_ROWS and not tiled
     long = [job for job in jobs if not job.table] if rows >= LONG_ROWS and token_tile == 128 else []
     if long:
-        _launch(device, "gemm_long", rows, long, None, lambda job: (-(-rows // 256), 8))
+        _launch(device, "gemm_long", rows, long, None, lambda job: (-(-rows // 256), 8), 256)
         jobs = [job for job in jobs if job.table]
     if jobs and skinny:
         rounds = sum(_groups(job, experts) * -(-job.tiles // (8 // job.slices)) for job in jobs)
@@ -95,29 +95,37 @@ def run_products(device: Device, rows: int, jobs: list[Job], token_tile: int, ex
         _launch(device, f"gemv_{skinny_columns(rows)}", rows, jobs, experts, lambda job: (_groups(job, experts), 8 // job.slices * job.repeat))
     elif jobs:
         most = experts.most if experts else 0
-        _launch(device, "gemm", rows, jobs, experts, lambda job: (most if job.table else -(-rows // token_tile), GEMM_TILES))
+        mapped = token_tile if token_tile == 128 else 0
+        _launch(device, "gemm", rows, jobs, experts, lambda job: (most if job.table else -(-rows // token_tile), GEMM_TILES), mapped)
 
 
 def _groups(job: Job, experts: ExpertGroups | None) -> int:
     return experts.most if job.table and experts else int(job.groups)
 
 
-def _launch(device: Device, kernel: str, rows: int, jobs: list[Job], experts: ExpertGroups | None, shape: Callable[[Job], tuple[int, int]]) -> None:
-    """One launch. shape(job): blocks side by side for every run of rows of W, and tiles in such a run."""
-    everything = Jobs()
+def _launch(
+    device: Device, kernel: str, rows: int, jobs: list[Job], experts: ExpertGroups | None, shape: Callable[[Job], tuple[int, int]], mapped: int = 0
+) -> None:
+    """One launch. shape(job): blocks side by side for every run of rows of W, and tiles in such a run. `mapped`: tokens of a block that copies by maps."""
+    everything, maps = Jobs(), Maps()
     everything.count, everything.rows = len(jobs), rows
     if experts:
         everything.list, everything.groups, everything.top_k = experts.places.address, experts.groups.address, experts.top_k
     blocks = 0
+    tiled = not kernel.startswith("gemv")
     for i, job in enumerate(jobs):
         job.first_block = blocks
         beside, tiles = shape(job)
-        if not kernel.startswith("gemv"):
+        if tiled:
             job.token_tiles = beside
             beside *= 1 if job.table else job.groups
+        if mapped:
+            there = rows * experts.top_k if experts and job.x_map == MAP_SORTED else rows
+            maps.map[i] = device.tensor_map(Pointer(job.x_high), there, 2 * job.ldx, mapped)
         blocks += beside * -(-job.tiles // tiles)
         everything.job[i] = job
-    device.launch(kernel, (blocks,), 256, [everything], 0 if kernel.startswith("gemv") else GEMM_SHARED)
+    arguments: list[Argument] = [everything, maps] if tiled else [everything]
+    device.launch(kernel, (blocks,), 384 if mapped else 256, arguments, GEMM_SHARED if tiled else 0)
 
 
 def skinny_columns(rows: int) -> int:

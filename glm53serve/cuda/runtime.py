@@ -120,6 +120,10 @@ class Device(Protocol):
         """Enqueue a kernel. Arguments: buffers and Pointers by address, int as a C int, float as a C float, None as null, structures by value."""
         ...
 
+    def tensor_map(self, start: Pointer, rows: int, row_bytes: int, box_rows: int) -> TensorMap:
+        """A map by which kernels copy boxes of `box_rows` rows of 64 bf16 values out of an array of `rows` rows of `row_bytes` bytes."""
+        ...
+
     def record(self, body: Callable[[], None]) -> Graph:
         """Record the launches of `body` (which enqueues nothing else)."""
         ...
@@ -217,6 +221,18 @@ class Jobs(ctypes.Structure):
         ("pad", ctypes.c_int),
         ("job", Job * MAX_JOBS),
     )
+
+
+class TensorMap(ctypes.Structure):
+    """A two-dimensional array as the copy engine sees it; opaque to all but the driver."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+class Maps(ctypes.Structure):
+    """The activations of every matrix of a launch; mirrors `struct Maps` of gemm.cu."""
+
+    _fields_ = (("map", TensorMap * MAX_JOBS),)
 
 
 class Returned(ctypes.Structure):

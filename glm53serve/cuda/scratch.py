@@ -85,7 +85,7 @@ class Scratch:
                 self._floats(name, pairs)
             self._floats("groups", 4 * (pairs + 2))
             self._pairs("expert_h", pairs, c.moe_intermediate_size)
-            self._floats("pair_y", pairs * h)
+            self._floats("pair_y", pairs * max(h, padded(h) // 2))  # before the results of pairs, their inputs: bf16 rows of x
             self._pairs("shared_h", t, max(1, c.n_shared_experts) * c.moe_intermediate_size)
         if c.mlp_kinds.count(SPARSE) < c.num_layers:
             self._pairs("dense_h", t, c.intermediate_size)

@@ -54,6 +54,43 @@ __device__ __forceinline__ void copy8_async(void* shared, const void* global) {
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
+// Registers a thread of a warpgroup may hold from here on: those that copy leave theirs to those that multiply.
+template <int COUNT> __device__ __forceinline__ void fewer_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+template <int COUNT> __device__ __forceinline__ void more_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+// Copies that the copy engine makes and that count their bytes at a barrier in shared memory: tensor cores read what it wrote without a fence.
+struct alignas(64) TensorMap { u64 opaque[16]; };
+__device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {  // arrives, and adds bytes to wait for
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {  // until the phase of this parity is over
+    asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra OVER;\nbra AGAIN;\nOVER:\n}"
+                 ::"r"((u32)__cvta_generic_to_shared(barrier)), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global), "r"(bytes), "r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
+}
+// The map's box of rows x 64 bf16 columns from (row, column) on, swizzled as the tensor cores want it; zeros beyond the array.
+__device__ __forceinline__ void tile_copy(void* shared, const TensorMap* map, int column, int row, u64* barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(map), "r"(column), "r"(row), "r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
+}
+
 // c[64x128] += a[64x16] b[16x128] by four warps, each its own 16 rows: a in registers as for `mma`, b = 128 tokens of a [token][64] bf16 tile in shared
 // memory with 128-byte rows whose 16-byte pieces are swizzled by the token (piece ^ token % 8); step = which 16 of the 64 columns.
 __device__ __forceinline__ void warpgroup_mma(float (*c)[4], const u32* a, const u16* tile, int step) {

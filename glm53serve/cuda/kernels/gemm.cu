@@ -1,5 +1,5 @@
 // Products for many rows. A block: 256 rows of W and 128 tokens (EXACT: 64), or 128 rows and 256 tokens. Weights are the A operand in registers,
-// activations pass through shared memory. EXACT: bf16 pairs of both, plain mma; else high parts only, warpgroup products.
+// activations lie in shared memory. EXACT: bf16 pairs of both, plain mma; else high parts only, warpgroup products.
 
 #define STAGE 64   // columns a stage
 #if EXACT
@@ -7,7 +7,6 @@
 #define STAGES 4
 #else
 #define TN 128
-#define STAGES 4
 #if HAS(F32)
 #error "wide models with float32 matrices are compiled EXACT"
 #endif
@@ -16,34 +15,61 @@
 // Where a block stands: which matrix, rows of W, tokens.
 struct Place { const U4* data; const float* scale; int tile0, group, start, token0, count, stages; long head_x; };
 
+// Four neighbouring columns of an output row.
+__device__ __forceinline__ void write_quad(const Job& job, long at, int column, const F4& v) {
+    const float value[4] = {v.x, v.y, v.z, v.w};
+    if (column + 4 <= job.rows && (at & 3) == 0) {
+        if (job.out == OUT_F32) {
+            if (((u64)job.y & 15) == 0) { *(F4*)(job.y + at) = v; return; }
+        } else if (!job.y_low) {
+            u16* to = job.y_high + in_product_order(at);
+            *(u32*)to = pack_bf16(v.x, v.y);
+            *(u32*)(to + 8) = pack_bf16(v.z, v.w);
+            return;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (column + i < job.rows) {
+            if (job.out == OUT_F32) job.y[at + i] = value[i];
+            else store_split(job.y_high, job.y_low, at + i, value[i]);
+        }
+}
+
 // Sums go through shared memory, so that what leaves is contiguous and the code stays small. A block has 8 warps x TILES tiles of W, TOKENS tokens.
 template <int TOKENS, int TILES>
 __device__ __forceinline__ void write_sums(const Jobs& jobs, const Job& job, const Place& at, float (*c)[TOKENS / 8][4], float* sums) {
-    constexpr int ROWS = 128 * TILES, ROW_SUMS = ROWS + 4, AT_ONCE = 256 / ROWS;  // floats of a token's sums, with room between banks
+    constexpr int ROWS = 128 * TILES, ROW_SUMS = ROWS + 4;  // floats of a token's sums, with room between banks
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, first = (threadIdx.x >> 5) * 16 * TILES;
-    __syncthreads();
+    BARRIER(1, 256);
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; ++n)
 #pragma unroll
             for (int j = 0; j < 4; ++j) sums[(n * 8 + 2 * t + (j & 1)) * ROW_SUMS + first + i * 16 + g + (j >> 1) * 8] = c[i][n][j];
-    __syncthreads();
+    BARRIER(1, 256);
     const int tile_first = at.tile0 - (first >> 4), tall = min(ROWS / 16, job.tiles - tile_first) * 16;
     if (job.out == OUT_SWIGLU) {
-        for (int token = threadIdx.x / (ROWS / 2); token < at.count; token += 2 * AT_ONCE) {
-            const int column = threadIdx.x % (ROWS / 2), row = (column >> 3) * 16 + (column & 7);
-            if (row >= tall) continue;
-            const float* from = sums + token * ROW_SUMS + row;
-            write_output(job, at.group, mapped_row(job.y_map, at.token0 + token, at.start, jobs), tile_first + (row >> 4), row & 15, from[0], from[8]);
-        }
+        constexpr int QUADS = ROWS / 8;
+        const int quad = threadIdx.x % QUADS, row = (quad >> 1) * 16 + (quad & 1) * 4, column = tile_first * 8 + quad * 4;
+        if (row < tall && column < job.rows)
+#pragma unroll 2
+            for (int token = threadIdx.x / QUADS; token < at.count; token += 256 / QUADS) {
+                const F4 gate = *(const F4*)(sums + token * ROW_SUMS + row), up = *(const F4*)(sums + token * ROW_SUMS + row + 8);
+                const F4 v = {clamped_swiglu(gate.x, up.x, job.limit), clamped_swiglu(gate.y, up.y, job.limit), clamped_swiglu(gate.z, up.z, job.limit),
+                              clamped_swiglu(gate.w, up.w, job.limit)};
+                write_quad(job, (long)mapped_row(job.y_map, at.token0 + token, at.start, jobs) * job.ldy + column, column, v);
+            }
         return;
     }
-    const int row = threadIdx.x % ROWS;
-    if (row < tall)
-#pragma unroll 4
-        for (int token = threadIdx.x / ROWS; token < at.count; token += AT_ONCE)
-            write_output(job, at.group, mapped_row(job.y_map, at.token0 + token, at.start, jobs), tile_first + (row >> 4), row & 15, sums[token * ROW_SUMS + row], 0.0f);
+    constexpr int QUADS = ROWS / 4;
+    const int row = threadIdx.x % QUADS * 4, column = tile_first * 16 + row;
+    if (row < tall && column < job.rows)
+#pragma unroll 2
+        for (int token = threadIdx.x / QUADS; token < at.count; token += 256 / QUADS)
+            write_quad(job, (long)mapped_row(job.y_map, at.token0 + token, at.start, jobs) * job.ldy + at.group * job.y_stride + column, column,
+                       *(const F4*)(sums + token * ROW_SUMS + row));
 }
 
 #if EXACT
@@ -171,24 +197,13 @@ template <int TOKENS, int TILES> __device__ __forceinline__ void multiply(const 
     write_sums<TN, 2>(jobs, job, at, c, (float*)tiles);
 }
 #else
-#define PIECES 4  // 16-byte pieces of raw weights a lane has of a tile in a stage, at most
+#define CONSUMERS 256
+template <int TOKENS, int TILES> struct Rings {  // shared memory of a block: activations [X_STAGES][token][64] bf16, swizzled; weights [units][tile][unit]
+    static constexpr int X_BYTES = TOKENS * STAGE * 2, X_STAGES = TOKENS == 256 ? 4 : 6, W_TILES = 8 * TILES, W_BYTES = 2 * W_TILES * 4096, W_UNITS = 8;
+};
+// A unit is 128 columns of a tile as they are stored: that many bytes. The ring holds two units of bf16, four of bytes, eight of int4.
+__device__ __forceinline__ int unit_bytes(int format) { return HAS(INT4) && format == INT4 ? 1024 : format == BF16 ? 4096 : 2048; }
 
-// This lane's weights of a stage of a tile, on their way to shared memory (each lane reads back what it copied).
-__device__ __forceinline__ void fetch_weights(U4* to, const U4* data, int format, long tile, int granules, int stage, int lane) {
-    if (HAS(INT4) && format == INT4) {
-        const U2* half = (const U2*)(data + (tile * granules + (stage >> 2)) * 128 + ((stage >> 1) & 1) * 64 + lane) + (stage & 1);
-        copy8_async(&to[lane].x, half);
-        copy8_async(&to[lane].z, half + 64);
-    } else if ((HAS(INT8) && format == INT8) || (HAS(FP8) && format == FP8)) {
-        const U4* piece = data + (tile * granules + (stage >> 1)) * 128 + (stage & 1) * 64 + lane;
-        copy16_async(to + lane, piece, true);
-        copy16_async(to + 32 + lane, piece + 32, true);
-    } else {
-        const U4* piece = data + (tile * granules + stage) * 128 + lane;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) copy16_async(to + 32 * i + lane, piece + 32 * i, true);
-    }
-}
 struct Scales { float top, bottom; };
 __device__ __forceinline__ Scales stage_scales(const float* scale, int format, long tile, int granules, int stage, int lane) {
     Scales s = {1.0f, 1.0f};
@@ -201,14 +216,15 @@ __device__ __forceinline__ Scales stage_scales(const float* scale, int format, l
     }
     return s;
 }
-// The A operands of a stage's four k-steps; scales within a row are folded in (those of whole rows wait for the end).
-__device__ __forceinline__ void stage_fragments(const U4* w, int format, const Scales& scale, int lane, u32 (*a)[4]) {
+// The A operands of the four k-steps of a stage of unit `w`; scales within a row are folded in (those of whole rows wait for the end).
+__device__ __forceinline__ void stage_fragments(const U4* w, int format, int stage, const Scales& scale, int lane, u32 (*a)[4]) {
+    const int odd = stage & 1;
     if (HAS(INT4) && format == INT4) {
-        const U4 v = w[lane];
-        int4_unit(v.x, v.z, a);
-        int4_unit(v.y, v.w, a + 2);
+        const U2 top = ((const U2*)(w + lane))[odd], bottom = ((const U2*)(w + 32 + lane))[odd];
+        int4_unit(top.x, bottom.x, a);
+        int4_unit(top.y, bottom.y, a + 2);
     } else if ((HAS(INT8) && format == INT8) || (HAS(FP8) && format == FP8)) {
-        const U4 top = w[lane], bottom = w[32 + lane];
+        const U4 top = w[64 * odd + lane], bottom = w[64 * odd + 32 + lane];
         if (HAS(INT8) && format == INT8) {
             byte_unit<INT8>(top.x, top.y, bottom.x, bottom.y, a);
             byte_unit<INT8>(top.z, top.w, bottom.z, bottom.w, a + 2);
@@ -217,8 +233,9 @@ __device__ __forceinline__ void stage_fragments(const U4* w, int format, const S
             byte_unit<FP8>(top.z, top.w, bottom.z, bottom.w, a + 2);
         }
     } else {
-        bf16_unit(w[lane], w[32 + lane], a);
-        bf16_unit(w[64 + lane], w[96 + lane], a + 2);
+        const U4* half = w + 128 * odd + lane;
+        bf16_unit(half[0], half[32], a);
+        bf16_unit(half[64], half[96], a + 2);
     }
     if ((HAS(INT4) && format == INT4) || (HAS(FP8) && format == FP8)) {
         const u32 top = pack_bf16(scale.top, scale.top), bottom = pack_bf16(scale.bottom, scale.bottom);
@@ -227,80 +244,83 @@ __device__ __forceinline__ void stage_fragments(const U4* w, int format, const S
     }
 }
 
-// Shared memory: activations [stage][token][64], swizzled, in product order; weights [stage][tile of the block][PIECES][32 lanes] U4.
-// Two stages a barrier: handing shared memory over to the tensor cores waits for every copy under way, so it must be rare. One warpgroup prepares
-// its first weights before the barrier, the other after it: from then on the arithmetic of one runs under the products of the other.
-template <int TOKENS, int TILES> __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const Place& at, u16* tiles) {
-    constexpr int STAGE_SIZE = TOKENS * STAGE;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, format = job.format;
-    U4* weights = (U4*)(tiles + STAGES * STAGE_SIZE) + warp * TILES * PIECES * 32;
-    const u16* from[TOKENS / 32];  // a thread copies these pieces a stage, each of its own token row: the rows are looked up once
-#pragma unroll
-    for (int i = 0; i < TOKENS / 32; ++i) {
-        const int token = (threadIdx.x >> 3) + 32 * i;
-        from[i] = token < at.count ? job.x_high + (long)mapped_row(job.x_map, at.token0 + token, at.start, jobs) * job.ldx + at.head_x + (threadIdx.x & 7) * 8 : nullptr;
+// Barriers of the rings: filled by the copy engine, emptied by the eight warps that multiply.
+template <int TOKENS, int TILES> struct Gates {
+    typedef Rings<TOKENS, TILES> R;
+    u64 x_full[R::X_STAGES], x_empty[R::X_STAGES], w_full[R::W_UNITS], w_empty[R::W_UNITS];
+};
+
+// The warp that keeps the rings full.
+template <int TOKENS, int TILES> __device__ __forceinline__ void copy_operands(const Job& job, const TensorMap* map, const Place& at, char* memory, Gates<TOKENS, TILES>& gates) {
+    typedef Rings<TOKENS, TILES> R;
+    const int lane = threadIdx.x & 31, format = job.format, unit = unit_bytes(format), units = R::W_BYTES / R::W_TILES / unit;
+    const int row = job.x_map == MAP_SORTED ? at.start : at.token0;
+    const long tile = min(at.tile0 + lane, job.tiles - 1);
+    char* weights = memory + R::X_STAGES * R::X_BYTES;
+    for (int stage = 0; stage < at.stages; ++stage) {
+        if ((stage & 1) == 0) {
+            const int number = stage >> 1, place = number % units;
+            const long from = format == INT4 ? (tile * job.granules + (number >> 1)) * 2048 + (number & 1) * 1024
+                              : format == BF16 ? (tile * job.granules + 2 * number) * 2048 : (tile * job.granules + number) * 2048;
+            const int bytes = format == BF16 && 2 * number + 1 == job.granules ? 2048 : unit;
+            if (number >= units) barrier_wait(&gates.w_empty[place], (number / units - 1) & 1);
+            if (lane == 0) barrier_expect(&gates.w_full[place], R::W_TILES * bytes);
+            __syncwarp();
+            if (lane < R::W_TILES) bulk_copy(weights + (place * R::W_TILES + lane) * unit, (const char*)at.data + from, bytes, &gates.w_full[place]);
+        }
+        const int place = stage % R::X_STAGES;
+        if (stage >= R::X_STAGES) barrier_wait(&gates.x_empty[place], (stage / R::X_STAGES - 1) & 1);
+        if (lane == 0) {
+            barrier_expect(&gates.x_full[place], R::X_BYTES);
+            tile_copy(memory + place * R::X_BYTES, map, (int)at.head_x + stage * STAGE, row, &gates.x_full[place]);
+        }
     }
+}
+
+// The two warpgroups that multiply, each its own rows of W: the arithmetic on the weights of one runs under the products of the other.
+template <int TOKENS, int TILES> __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const Place& at, char* memory, Gates<TOKENS, TILES>& gates) {
+    typedef Rings<TOKENS, TILES> R;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, format = job.format, unit = unit_bytes(format), units = R::W_BYTES / R::W_TILES / unit;
+    const char* weights = memory + R::X_STAGES * R::X_BYTES + warp * TILES * unit;
     long tile[TILES];
 #pragma unroll
     for (int i = 0; i < TILES; ++i) tile[i] = min(at.tile0 + i, job.tiles - 1);
-    auto fetch = [&](int stage) {
-        u16* to = tiles + (stage % STAGES) * STAGE_SIZE;
-#pragma unroll
-        for (int i = 0; i < TOKENS / 32; ++i) {
-            const int token = (threadIdx.x >> 3) + 32 * i;
-            const bool there = stage < at.stages && from[i];
-            copy16_async(to + token * STAGE + (((threadIdx.x & 7) ^ (token & 7)) * 8), there ? from[i] + stage * STAGE : job.x_high, there);
-        }
-        if (stage < at.stages)
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) fetch_weights(weights + ((stage % STAGES) * 8 * TILES + i) * PIECES * 32, at.data, format, tile[i], job.granules, stage, lane);
-        copies_commit();
-    };
     float c[TILES][TOKENS / 8][4];
 #pragma unroll
     for (int i = 0; i < TILES * TOKENS / 2; ++i) c[i / (TOKENS / 2)][i / 4 % (TOKENS / 8)][i % 4] = 0.0f;
-    u32 a[TILES][4][4];
     Scales scale[TILES];
 #pragma unroll
     for (int i = 0; i < TILES; ++i) scale[i] = stage_scales(at.scale, format, tile[i], job.granules, 0, lane);
-    auto prepare = [&](int stage) {
+#pragma unroll 1
+    for (int stage = 0; stage < at.stages; ++stage) {
+        const int number = stage >> 1, w_place = number % units, x_place = stage % R::X_STAGES;
         Scales next[TILES];
         if (stage + 1 < at.stages)
 #pragma unroll
             for (int i = 0; i < TILES; ++i) next[i] = stage_scales(at.scale, format, tile[i], job.granules, stage + 1, lane);
+        if ((stage & 1) == 0) barrier_wait(&gates.w_full[w_place], (number / units) & 1);
+        u32 a[TILES][4][4];
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) stage_fragments(weights + ((stage % STAGES) * 8 * TILES + i) * PIECES * 32, format, scale[i], lane, a[i]);
+        for (int i = 0; i < TILES; ++i) stage_fragments((const U4*)(weights + (w_place * R::W_TILES + i) * unit), format, stage, scale[i], lane, a[i]);
+        __syncwarp();
+        if (lane == 0 && ((stage & 1) || stage + 1 == at.stages)) barrier_arrive(&gates.w_empty[w_place]);
+        barrier_wait(&gates.x_full[x_place], (stage / R::X_STAGES) & 1);
+        const u16* x = (const u16*)(memory + x_place * R::X_BYTES);
+        warpgroup_begin();
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) {
+                if (TOKENS == 256) warpgroup_mma_256(c[i], a[i][s], x, s);
+                else warpgroup_mma(c[i], a[i][s], x, s);
+            }
+        warpgroup_commit();
+        warpgroup_wait();
+        if (lane == 0) barrier_arrive(&gates.x_empty[x_place]);
         if (stage + 1 < at.stages)
 #pragma unroll
             for (int i = 0; i < TILES; ++i) scale[i] = next[i];
-    };
-    fetch(0);
-    fetch(1);
-    const bool late = warp >= 4;
-    for (int pair = 0; pair < at.stages; pair += 2) {
-        copies_wait<0>();
-        if (late) prepare(pair);
-        shared_to_tensor_cores();
-        __syncthreads();
-        fetch(pair + 2);
-        fetch(pair + 3);
-#pragma unroll 1
-        for (int stage = pair; stage < min(pair + 2, at.stages); ++stage) {
-            if (!late || stage > pair) prepare(stage);
-            const u16* x = tiles + (stage % STAGES) * STAGE_SIZE;
-            warpgroup_begin();
-#pragma unroll
-            for (int s = 0; s < 4; ++s)
-#pragma unroll
-                for (int i = 0; i < TILES; ++i) {
-                    if (TOKENS == 256) warpgroup_mma_256(c[i], a[i][s], x, s);
-                    else warpgroup_mma(c[i], a[i][s], x, s);
-                }
-            warpgroup_commit();
-            warpgroup_wait();
-        }
     }
-    copies_wait<0>();
     if (HAS(INT8) && format == INT8) {
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
@@ -309,26 +329,21 @@ template <int TOKENS, int TILES> __device__ __forceinline__ void multiply(const 
             for (int n = 0; n < TOKENS / 8; ++n) { c[i][n][0] *= top; c[i][n][1] *= top; c[i][n][2] *= bottom; c[i][n][3] *= bottom; }
         }
     }
-    write_sums<TOKENS, TILES>(jobs, job, at, c, (float*)tiles);
+    write_sums<TOKENS, TILES>(jobs, job, at, c, (float*)memory);
 }
 #endif
 
-template <int TOKENS, int TILES> __device__ __forceinline__ void gemm_block(const Jobs& jobs) {
-    DYNAMIC_SHARED(u16, memory);
-    u16* tiles = (u16*)(((u64)memory + 1023) & ~(u64)1023);
-    WAIT_BEFORE();
-    int index = 0;
-    while (index + 1 < jobs.count && (int)blockIdx.x >= jobs.job[index + 1].first_block) ++index;
-    const Job& job = jobs.job[index];
-    const int row_blocks = (job.tiles + 8 * TILES - 1) / (8 * TILES), local = blockIdx.x - job.first_block, warp = threadIdx.x >> 5;
-    const int token_tile = local % job.token_tiles, rest = local / job.token_tiles, tile_first = (rest % row_blocks) * 8 * TILES;
-    Place at;
+// Where this block stands; false: nowhere (there are fewer groups of experts than there could be). Blocks of one expert follow each other, so that its
+// activations stay in the cache; of a whole matrix, those of the same rows.
+template <int TOKENS, int TILES> __device__ __forceinline__ bool find_place(const Jobs& jobs, const Job& job, Place& at) {
+    const int row_blocks = (job.tiles + 8 * TILES - 1) / (8 * TILES), local = blockIdx.x - job.first_block;
+    const int token_tile = job.table ? local / row_blocks : local % job.token_tiles, rest = job.table ? local % row_blocks : local / job.token_tiles;
     at.group = rest / row_blocks;
-    at.tile0 = tile_first + warp * TILES;
+    at.tile0 = (rest % row_blocks) * 8 * TILES;
     const int columns = job.format == INT4 ? 256 : job.format == BF16 ? 64 : job.format == F32 ? 32 : 128;
     at.stages = (job.granules * columns + STAGE - 1) / STAGE;
     if (job.table) {
-        if (token_tile >= jobs.groups[0]) return;
+        if (token_tile >= jobs.groups[0]) return false;
         const int* group = jobs.groups + 4 + 4 * token_tile;
         at.start = group[1]; at.count = group[2]; at.token0 = 0; at.head_x = 0;
         at.data = (const U4*)job.table[group[0] * 4 + job.which * 2];
@@ -338,9 +353,51 @@ template <int TOKENS, int TILES> __device__ __forceinline__ void gemm_block(cons
         at.data = job.data + at.group * job.data_stride;
         at.scale = job.scale + at.group * job.scale_stride;
     }
-    multiply<TOKENS, TILES>(jobs, job, at, tiles);
+    return true;
 }
-KERNEL __launch_bounds__(256, 1) gemm(const __grid_constant__ Jobs jobs) { gemm_block<TN, 2>(jobs); }
-#if !EXACT
-KERNEL __launch_bounds__(256, 1) gemm_long(const __grid_constant__ Jobs jobs) { gemm_block<256, 1>(jobs); }
+__device__ __forceinline__ int job_of_block(const Jobs& jobs) {
+    int index = 0;
+    while (index + 1 < jobs.count && (int)blockIdx.x >= jobs.job[index + 1].first_block) ++index;
+    return index;
+}
+struct Maps { TensorMap map[6]; };  // of the activations of every job; EXACT reads them by address
+
+#if EXACT
+KERNEL __launch_bounds__(256, 1) gemm(const __grid_constant__ Jobs jobs, const __grid_constant__ Maps maps) {
+    DYNAMIC_SHARED(u16, tiles);
+    WAIT_BEFORE();
+    const Job& job = jobs.job[job_of_block(jobs)];
+    Place at;
+    if (!find_place<TN, 2>(jobs, job, at)) return;
+    at.tile0 += 2 * (threadIdx.x >> 5);
+    multiply<TN, 2>(jobs, job, at, tiles);
+}
+#else
+template <int TOKENS, int TILES> __device__ __forceinline__ void gemm_block(const Jobs& jobs, const Maps& maps) {
+    typedef Rings<TOKENS, TILES> R;
+    DYNAMIC_SHARED(char, bytes);
+    __shared__ __align__(8) Gates<TOKENS, TILES> gates;
+    char* memory = (char*)(((u64)bytes + 1023) & ~(u64)1023);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < R::X_STAGES; ++i) { barrier_init(&gates.x_full[i], 1); barrier_init(&gates.x_empty[i], CONSUMERS / 32); }
+        for (int i = 0; i < R::W_UNITS; ++i) { barrier_init(&gates.w_full[i], 1); barrier_init(&gates.w_empty[i], CONSUMERS / 32); }
+        barriers_ready();
+    }
+    WAIT_BEFORE();
+    const int index = job_of_block(jobs);
+    const Job& job = jobs.job[index];
+    Place at;
+    if (!find_place<TOKENS, TILES>(jobs, job, at)) return;
+    __syncthreads();
+    if (threadIdx.x >= CONSUMERS) {
+        fewer_registers<24>();
+        if (threadIdx.x < CONSUMERS + 32) copy_operands<TOKENS, TILES>(job, &maps.map[index], at, memory, gates);
+    } else {
+        more_registers<240>();
+        at.tile0 += TILES * (threadIdx.x >> 5);
+        multiply<TOKENS, TILES>(jobs, job, at, memory, gates);
+    }
+}
+KERNEL __launch_bounds__(CONSUMERS + 128, 1) gemm(const __grid_constant__ Jobs jobs, const __grid_constant__ Maps maps) { gemm_block<TN, 2>(jobs, maps); }
+KERNEL __launch_bounds__(CONSUMERS + 128, 1) gemm_long(const __grid_constant__ Jobs jobs, const __grid_constant__ Maps maps) { gemm_block<256, 1>(jobs, maps); }
 #endif

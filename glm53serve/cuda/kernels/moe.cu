@@ -104,3 +104,10 @@ KERNEL __launch_bounds__(256) moe_list(const int* ids, int pairs, const int* cou
         __syncthreads();
     }
 }
+
+// Rows of activations in the order of the list, one for each pair: to [pairs][ld]. ld a multiple of 8. grid (pairs), 256 threads.
+KERNEL __launch_bounds__(256) moe_gather(const u16* from, int ld, const int* list, int top_k, u16* to) {
+    WAIT_BEFORE();
+    const U4 *row = (const U4*)(from + (long)(list[blockIdx.x] / top_k) * ld);
+    for (int i = threadIdx.x; i < ld / 8; i += 256) ((U4*)to)[(long)blockIdx.x * (ld / 8) + i] = row[i];
+}

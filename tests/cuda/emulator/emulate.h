@@ -228,6 +228,47 @@ static inline void copy16_async(void* to, const void* from, bool there) {
 static inline void copy8_async(void* to, const void* from) { memcpy(to, from, 8); }
 static inline void copies_commit() {}
 template <int LEFT> static inline void copies_wait() {}
+template <int COUNT> static inline void fewer_registers() {}
+template <int COUNT> static inline void more_registers() {}
+// A barrier in shared memory: arrivals and bytes still missing in this phase. Copies are done when they are made.
+struct alignas(64) TensorMap { unsigned long long address; long long row_bytes, rows, box_rows; unsigned long long rest[12]; };
+struct Barrier { unsigned char parity, arrivals; short missing; int bytes; };
+static inline Barrier& barrier_at(unsigned long long* at) { return *(Barrier*)at; }
+static inline void barrier_step(Barrier& b) {
+    if (b.missing || b.bytes) return;
+    b.parity ^= 1;
+    b.missing = b.arrivals;
+}
+static inline void barrier_init(unsigned long long* at, int arrivals) { barrier_at(at) = {0, (unsigned char)arrivals, (short)arrivals, 0}; }
+static inline void barriers_ready() {}
+static inline void barrier_arrive(unsigned long long* at) {
+    Barrier& b = barrier_at(at);
+    if (b.missing == 0) { fprintf(stderr, "emulator: one arrival too many at a barrier\n"); abort(); }
+    --b.missing;
+    barrier_step(b);
+}
+static inline void barrier_expect(unsigned long long* at, unsigned bytes) { barrier_at(at).bytes += bytes; barrier_arrive(at); }
+static inline void barrier_wait(unsigned long long* at, unsigned parity) { while (barrier_at(at).parity == parity) next_fiber(); }
+static inline void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* at) {
+    if (((uintptr_t)to | (uintptr_t)from | bytes) & 15) { fprintf(stderr, "emulator: a bulk copy moves multiples of 16 bytes\n"); abort(); }
+    memcpy(to, from, bytes);
+    Barrier& b = barrier_at(at);
+    b.bytes -= bytes;
+    barrier_step(b);
+}
+static inline void tile_copy(void* to, const TensorMap* map, int column, int row, unsigned long long* at) {
+    if ((uintptr_t)to & 1023) { fprintf(stderr, "emulator: a swizzled tile must start at 1,024 bytes\n"); abort(); }
+    for (int r = 0; r < map->box_rows; ++r)
+        for (int piece = 0; piece < 8; ++piece) {
+            char* into = (char*)to + 128 * r + 16 * (piece ^ (r & 7));
+            const long long from = 2ll * column + 16 * piece;
+            if (row + r < map->rows && from < map->row_bytes) memcpy(into, (const char*)map->address + (row + r) * map->row_bytes + from, 16);
+            else memset(into, 0, 16);
+        }
+    Barrier& b = barrier_at(at);
+    b.bytes -= (int)(128 * map->box_rows);
+    barrier_step(b);
+}
 template <int I> static inline unsigned int4_pair(unsigned word) {
     return pack_bf16((float)((int)(word >> (4 * I) & 15) - 8), (float)((int)(word >> (4 * I + 16) & 15) - 8));
 }

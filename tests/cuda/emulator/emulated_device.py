@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glm53serve.cuda.runtime import KERNEL_DIR, SOURCES, Argument, Buffer, HostBuffer, Pointer, kernel_names, pack_arguments
+from glm53serve.cuda.runtime import KERNEL_DIR, SOURCES, Argument, Buffer, HostBuffer, Pointer, TensorMap, kernel_names, pack_arguments
 
 HERE = Path(__file__).parent
 
@@ -145,6 +145,12 @@ class EmulatedDevice:
     def record(self, body: Callable[[], None]) -> EmulatedGraph:
         assert self._recording is None
         self._recording = []
+    def tensor_map(self, start: Pointer, rows: int, row_bytes: int, box_rows: int) -> TensorMap:
+        assert start % 16 == 0 and row_bytes % 16 == 0 and 0 < box_rows <= 256
+        made = TensorMap()
+        made.opaque[:4] = [start, row_bytes, rows, box_rows]
+        return made
+
         try:
             body()
             return EmulatedGraph(self._recording)
