@@ -6,15 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import numpy as np
+from numpy.typing import NDArray
+
 from glm53serve.engine.decode_loop import DecodeLoop
 from glm53serve.engine.engine import Note
-from glm53serve.engine.seam import Head, Layers
+from glm53serve.engine.seam import Head, Layers, Network
 from glm53serve.model.checkpoint import Checkpoint
 from glm53serve.model.errors import ModelError
 from glm53serve.settings import Settings
 
 CpuLayersOf = Callable[[range], Layers]
 Progress = Callable[[int], None]
+History = Callable[[], NDArray[np.uint64] | None]
+"""Uses of each routed expert in earlier runs [sparse layers, experts], read when asked for; None when there are none."""
 
 
 class BackendUnavailable(ModelError):
@@ -26,11 +31,12 @@ class BackendUnavailable(ModelError):
 
 @dataclass(slots=True)
 class Chosen:
-    """Backends that cover all layers in order; `head` when a device holds the ends too, `ahead` when it decodes by itself."""
+    """Backends that cover all layers in order; where one device holds the ends too: `head`, `network` (all of it), `ahead` (it decodes by itself)."""
 
     backends: list[Layers]
     head: Head | None = None
     ahead: DecodeLoop | None = None
+    network: Network | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class Request:
     cpu: CpuLayersOf
     note: Note
     progress: Progress | None = None
+    history: History = lambda: None
 
     @property
     def everything(self) -> range:
@@ -85,16 +92,24 @@ def _cuda(request: Request) -> Chosen:
     from glm53serve.cuda.decode import decode_loop
 
     settings = request.settings
-    vram = int(settings.vram_gb * 1e9) if settings.vram_gb >= 0 else 0
+    vram = int(settings.vram_gb * 1e9) if settings.vram_gb >= 0 else None
     try:
         backend = load_backend(
-            request.checkpoint, request.slots, settings.maxt, settings.prefill_chunk, request.bits, vram_bytes=vram, note=request.note
+            request.checkpoint,
+            request.slots,
+            settings.maxt,
+            settings.prefill_chunk,
+            request.bits,
+            vram_bytes=vram,
+            history=request.history,
+            note=request.note,
+            progress=request.progress,
         )
     except CudaUnavailable as error:
         raise NothingThere(f"CUDA: {error}") from error
     except (MemoryError, ValueError) as error:
         raise BackendUnavailable(f"CUDA: {error}") from error
-    return Chosen([backend.layers], backend.head, decode_loop(backend.decoder))
+    return Chosen([backend.layers], backend.head, decode_loop(backend.decoder), backend.head)
 
 
 def _vulkan(request: Request) -> Chosen:

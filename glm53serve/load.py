@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from glm53serve.backends import Request, choose
+import numpy as np
+from numpy.typing import NDArray
+
+from glm53serve.backends import History, Request, choose
 from glm53serve.engine.engine import Engine, Note
 from glm53serve.engine.faults import FaultError, Faults
-from glm53serve.engine.seam import Layers
+from glm53serve.engine.seam import Head, Layers
 from glm53serve.engine.tokenizer import Tokenizer, TokenizerError
 from glm53serve.experts import ExpertFiles, ExpertStore, experts_in_ram, model_copies, open_store
 from glm53serve.experts.memory import available_bytes
+from glm53serve.experts.usage import UsageError, read_history
 from glm53serve.model.checkpoint import Checkpoint, open_checkpoint
 from glm53serve.model.config import ModelConfig
 from glm53serve.model.errors import ErrorKind, ModelError
@@ -106,13 +110,17 @@ def _engine(
         if store is not None:
             open_store(store, experts_in_ram(store, expert_slots, settings.expert_gb, later_bytes(config, slots, settings, budget)))
 
-    def replace() -> list[Layers]:
+    def cpu_head() -> Head:
+        return CpuHead(config, checkpoint.embedding(), checkpoint.final_norm(), checkpoint.lm_head(), bits, settings.threads)
+
+    chosen = choose(wanted, Request(checkpoint, settings, slots, bits, cpu, note, progress, _history(checkpoint, settings, note)))
+    head = chosen.head or cpu_head()
+
+    def replace() -> tuple[list[Layers], Head]:
         layers = cpu(range(config.num_layers))
         open_experts()
-        return [layers]
+        return [layers], cpu_head() if chosen.head else head
 
-    chosen = choose(wanted, Request(checkpoint, settings, slots, bits, cpu, note, progress))
-    head = chosen.head or CpuHead(config, checkpoint.embedding(), checkpoint.final_norm(), checkpoint.lm_head(), bits, settings.threads)
     engine = Engine(
         config,
         chosen.backends,
@@ -126,10 +134,25 @@ def _engine(
         note=note,
         replace=replace,
         ahead=chosen.ahead,
+        network=chosen.network,
     )
     if any(isinstance(getattr(backend, "host", backend), CpuLayers) for backend in chosen.backends):
         open_experts()
     return engine, bits, store
+
+
+def _history(checkpoint: Checkpoint, settings: Settings, note: Note) -> History:
+    """Reads the expert usage history when a backend asks for it; one that is of no use is said once and left alone."""
+    path, config = usage_path(checkpoint.directory, settings.usage), checkpoint.config
+
+    def read() -> NDArray[np.uint64] | None:
+        try:
+            return read_history(path, len(config.sparse_layers), config.n_routed_experts)
+        except UsageError as error:
+            note(f"{path}: no usable usage history ({error}); experts are placed without")
+            return None
+
+    return read
 
 
 def _expert_store(checkpoint: Checkpoint, settings: Settings, faults: Faults, note: Note) -> ExpertStore | None:

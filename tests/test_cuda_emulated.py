@@ -221,28 +221,27 @@ def test_experts_in_host_memory_decode_the_same_tokens() -> None:
     model = tiny_model(seed=1, expert_format="int4")
     ids = random_ids(model.config, 20)
     all_there = backend_of(model, emulated)
-    some_left = load_backend_with_budget(model, 0.5)
+    some_left = load_backend_with_budget(model, 0.5, all_there)
     tiers = some_left.layers.tiers()
     assert 0 < (tiers == 1).sum() < tiers.size and (all_there.layers.tiers() == 2).all()
     assert np.array_equal(logits_in_pieces(all_there, 0, ids, [20]), logits_in_pieces(some_left, 0, ids, [20]))
     assert greedy(all_there, 1, ids, 12) == greedy(some_left, 1, ids, 12)
 
 
-def load_backend_with_budget(model, share: float) -> CudaBackend:  # type: ignore[no-untyped-def]
+def load_backend_with_budget(model, share: float, first: CudaBackend) -> CudaBackend:  # type: ignore[no-untyped-def]
     """A backend whose budget holds about that share of the experts, the hottest ones first."""
     from checks import InMemory
 
     from glm53serve.cuda import backend as module
 
     heat = np.random.default_rng(0).integers(0, 100, (len(model.config.sparse_layers), model.config.n_routed_experts))
-    first = backend_of(model, emulated)
     mixture = next(layer.ffn for layer in first.layers.model.layers if hasattr(layer.ffn, "expert_bytes"))
     experts = heat.size * mixture.expert_bytes
     used = (1 << 40) - first.device.free_bytes()
     margin = module.MARGIN + 4 * 32 * model.config.vocab_size
     decoder = first.decoder.logits_room.nbytes
     wanted = int(used - experts * (1 - share) + margin - decoder)
-    loaded = load_backend(InMemory(model), 4, 160, 64, vram_bytes=wanted, heat=heat, make_device=emulated)
+    loaded = load_backend(InMemory(model), 4, 160, 64, vram_bytes=wanted, history=lambda: heat, make_device=emulated)
     tiers = loaded.layers.tiers()
     assert heat[tiers == 2].min() >= heat[tiers == 1].max() - 1
     return loaded

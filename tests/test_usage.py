@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from glm53serve.serve import usage
-from glm53serve.serve.usage import UsageError, UsageFile, parse, render
+from glm53serve.experts import usage
+from glm53serve.experts.usage import UsageError, UsageFile, parse, render
 
 COUNTS = np.array([[0, 1, 7], [(1 << 64) - 1, 2, 100]], np.uint64)
 TEXT = "glm53serve expert usage 1\nmodel 2 3\n0 1 7\n18446744073709551615 2 100\n"

@@ -178,7 +178,10 @@ class CupyDevice:
 
     def host(self, nbytes: int) -> HostBuffer:
         """Zeroed pinned host memory."""
-        address = self.runtime.hostAlloc(nbytes, self.runtime.hostAllocMapped | self.runtime.hostAllocPortable)
+        try:
+            address = self.runtime.hostAlloc(nbytes, self.runtime.hostAllocMapped | self.runtime.hostAllocPortable)
+        except self.runtime.CUDARuntimeError as error:
+            raise MemoryError(f"{nbytes} bytes of pinned host memory: {error}") from error
         self._hosts.append(address)
         view = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
         view[:] = 0
@@ -234,9 +237,6 @@ class CupyDevice:
         config.attrs, config.numAttrs = [attribute], 1
         return config
 
-    def record(self, body: Callable[[], None]) -> CupyGraph:
-        """Capture the launches of `body`, each allowed to start while the one before it ends."""
-        with self.stream:
     def tensor_map(self, start: Pointer, rows: int, row_bytes: int, box_rows: int) -> TensorMap:
         """A map of bf16 rows whose boxes land swizzled by 128 bytes."""
         room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)  # the driver wants 64-byte alignment, which the bindings' own object has not
@@ -253,6 +253,9 @@ class CupyDevice:
             raise RuntimeError(f"a tensor map of {rows} rows of {row_bytes} bytes at {int(start):#x}: CUDA driver error {error}")
         return TensorMap.from_buffer_copy(made)
 
+    def record(self, body: Callable[[], None]) -> CupyGraph:
+        """Capture the launches of `body`, each allowed to start while the one before it ends."""
+        with self.stream:
             self.stream.begin_capture()
             self._dependent = self.overlap
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -58,6 +58,12 @@ class RowTables:
         self.device.upload(self._buffer.at(), self._host)
         self.ids = self._buffer.at(4 * ids_at)
         return self.arrays
+
+    def list_rows(self, which: NDArray[np.int64]) -> Pointer:
+        """Upload row numbers, where the ids of the last pass were: a device int32 array."""
+        self.ids = self._buffer.at(4 * 8 * self.rows)
+        self.device.upload(self.ids, which.astype(np.int32))
+        return self.ids
 
 
 class CudaLayers:
@@ -138,12 +144,16 @@ class CudaLayers:
 
     def forward_ids(self, ids: NDArray[np.int64], batch: Batch, halt: Halt) -> int:
         """The same from token ids, the streams staying on the device. Returns how many rows lie there (those of the last piece)."""
-        row = count = 0
+        return [count for _, count in self.passes(ids, batch, halt)][-1]
+
+    def passes(self, ids: NDArray[np.int64], batch: Batch, halt: Halt) -> Iterator[tuple[int, int]]:
+        """Run a batch from token ids piece by piece: (first row, rows) of each, its streams lying on the device until the next one is asked for."""
+        row = 0
         for spans in pieces(batch, self.rows):
             count = sum(span.count for span in spans)
             self._run(spans, ids[row : row + count], halt, row > 0)
+            yield row, count
             row += count
-        return count
 
     def _run(self, spans: Sequence[Span], ids: NDArray[np.int64] | None, halt: Halt, started: bool) -> None:
         rows = sum(span.count for span in spans)
@@ -233,7 +243,7 @@ def pieces(batch: Batch, most: int) -> list[list[Span]]:
 
 @dataclass(slots=True)
 class CudaHead:
-    """The two ends of the network on the device. `logits_room` holds MAX_ROWS rows of logits."""
+    """The two ends of the network on the device, and with the layers between them the whole `Network`. `logits_room` holds MAX_ROWS rows of logits."""
 
     layers: CudaLayers
     logits_room: Buffer
@@ -242,8 +252,7 @@ class CudaHead:
         """Streams of token ids: [rows, hc_mult, H]."""
         c, device = self.layers.config, self.layers.device
         out = np.empty((len(ids), c.hc_mult, c.hidden_size), np.float32)
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < c.vocab_size:
-            raise ValueError(f"token ids {ids.min()}..{ids.max()}: the vocabulary has 0..{c.vocab_size - 1}")
+        self._check(ids)
         for row in range(0, len(ids), self.layers.rows):
             part = out[row : row + self.layers.rows]
             self.layers.tables.fill([Span(0, 0, len(part))], ids[row : row + len(part)])
@@ -260,14 +269,36 @@ class CudaHead:
             out[row : row + len(part)] = self.device_logits(len(part))
         return out
 
+    def forward_ids(self, ids: NDArray[np.int64], batch: Batch, halt: Halt, rows: NDArray[np.int64]) -> F32Array:
+        """From token ids to the logits of the rows listed, the streams staying on the device (see `Network.forward_ids`)."""
+        self._check(ids)
+        out = np.empty((len(rows), self.layers.config.vocab_size), np.float32)
+        done = 0
+        for first, count in self.layers.passes(ids, batch, halt):
+            began = perf_counter()
+            here = rows[(rows >= first) & (rows < first + count)] - first
+            for at in range(0, len(here), MAX_ROWS):
+                some = here[at : at + MAX_ROWS]
+                out[done : done + len(some)] = self._logits_of(some)
+                done += len(some)
+            self.layers.meter.head += perf_counter() - began
+        return out
+
     def device_logits(self, rows: int, first: int = 0) -> F32Array:
         """Logits of `rows` (<= 16) rows of the streams that lie on the device, from row `first` on."""
-        layers = self.layers
-        layers.tables.fill([Span(0, 0, rows)], np.arange(first, first + rows))
-        layers.pipeline.logits(rows, self.logits_room, layers.tables.ids)
+        return self._logits_of(np.arange(first, first + rows))
+
+    def _logits_of(self, which: NDArray[np.int64]) -> F32Array:
+        layers, rows = self.layers, len(which)
+        layers.pipeline.logits(rows, self.logits_room, layers.tables.list_rows(which))
         out = np.empty((rows, layers.config.vocab_size), np.float32)
         layers.device.download(self.logits_room.at(), out)
         return out
+
+    def _check(self, ids: NDArray[np.int64]) -> None:
+        vocabulary = self.layers.config.vocab_size
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ValueError(f"token ids {ids.min()}..{ids.max()}: the vocabulary has 0..{vocabulary - 1}")
 
 
 def make_head(layers: CudaLayers) -> CudaHead:

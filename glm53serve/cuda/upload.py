@@ -176,19 +176,27 @@ class Uploader:
             on_device=np.zeros(c.n_routed_experts, bool),
         )
 
-    def place_experts(self, layers: Sequence[DeviceLayer], experts: ExpertSource, budget: int, heat: NDArray[np.generic] | None = None) -> None:
-        """Put every routed expert where it is read from: the hottest in device memory while `budget` bytes last, the rest in pinned host memory.
+    def choose_experts(self, mixtures: Sequence[MoeOnDevice], budget: int, heat: NDArray[np.generic] | None = None) -> int:
+        """Mark in `on_device` the experts that go to device memory, the hottest first while `budget` bytes last. Returns the bytes of the others.
 
-        heat [mixtures, experts]: uses of each; without it the layers share the device evenly. Raises ValueError for an expert in another format than
-        its layer's first.
+        heat [mixtures, experts]: uses of each; without it see `expert_order`.
+        """
+        left = 0
+        for i, e in expert_order(len(mixtures), self.config.n_routed_experts, heat):
+            moe = mixtures[i]
+            moe.on_device[e] = moe.expert_bytes <= budget
+            if moe.on_device[e]:
+                budget -= moe.expert_bytes
+            else:
+                left += moe.expert_bytes
+        return left
+
+    def place_experts(self, layers: Sequence[DeviceLayer], experts: ExpertSource) -> None:
+        """Bring every routed expert to where `on_device` says it is read from, device or pinned host memory.
+
+        Raises ValueError for an expert in another format than its layer's first.
         """
         mixtures = [(layer.index, layer.ffn) for layer in layers if isinstance(layer.ffn, MoeOnDevice)]
-        order = expert_order(len(mixtures), self.config.n_routed_experts, heat)
-        for i, e in order:
-            moe = mixtures[i][1]
-            size = moe.expert_bytes
-            moe.on_device[e] = size <= budget
-            budget -= size if moe.on_device[e] else 0
         for index, moe in mixtures:
             table = np.zeros((self.config.n_routed_experts, 4), np.uint64)
             for e in range(self.config.n_routed_experts):
@@ -259,7 +267,10 @@ def _shape(matrix: Matrix, pair: bool = False) -> DeviceMatrix:
 
 
 def expert_order(mixtures: int, experts: int, heat: NDArray[np.generic] | None) -> list[tuple[int, int]]:
-    """(mixture, expert) from the first to go to the device to the last: hottest first, ties one expert of every layer at a time."""
+    """(mixture, expert) from the first to go to the device to the last: the hottest first.
+
+    Without heat, and among equally hot ones, expert 0 of every mixture comes first, then expert 1, so that all layers leave equally many to the host.
+    """
     pairs = [(i, e) for e in range(experts) for i in range(mixtures)]
     if heat is None:
         return pairs

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from glm53serve.engine.decode_loop import DecodeLoop
 from glm53serve.engine.faults import Faults
-from glm53serve.engine.seam import Batch, DeviceLost, Halt, Halted, Head, Layers, Meter, Span, never
+from glm53serve.engine.seam import Batch, DeviceLost, Halt, Halted, Head, Layers, Meter, Network, Span, never
 from glm53serve.engine.slots import Checkpoint, CheckpointPool, Origin, Reuse, Slot, plan_reuse
 from glm53serve.model.config import ModelConfig
 
@@ -56,7 +56,8 @@ class Engine:
     """A model over an ordered list of backends that together cover all layers.
 
     `slot_count` conversations of `capacity` positions each. `note` receives the few lines a person debugging wants to see. `replace` makes
-    backends for all layers that need no device, for when one is lost. `ahead` decodes on the device that holds all layers, if one does.
+    backends for all layers and a head that need no device, for when one is lost. `network` and `ahead` are there when one backend holds everything:
+    it computes passes from token ids to logits, and it decodes by itself.
     """
 
     config: ModelConfig
@@ -69,11 +70,13 @@ class Engine:
     checkpoint_bytes: int = 0
     faults: Faults = field(default_factory=Faults)
     note: Note = lambda _line: None
-    replace: Callable[[], list[Layers]] | None = None
+    replace: Callable[[], tuple[list[Layers], Head]] | None = None
     ahead: DecodeLoop | None = None
+    network: Network | None = None
     slots: list[Slot] = field(init=False)
     pool: CheckpointPool = field(init=False)
     _snapshot_failed: bool = field(init=False, default=False)
+    _head_seconds: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.slots = [Slot(i) for i in range(self.slot_count)]
@@ -84,6 +87,8 @@ class Engine:
         held = [layer for backend in self.backends for layer in backend.layers]
         if held != list(range(self.config.num_layers)):
             raise ValueError(f"the backends hold layers {held}, the model has 0..{self.config.num_layers - 1}")
+        if self.network is not None and len(self.backends) != 1:
+            raise ValueError(f"one backend must hold everything to go from ids to logits, there are {len(self.backends)}")
         for backend in self.backends:
             for slot in self.slots:
                 backend.open_slot(slot.index, self.capacity)
@@ -100,11 +105,23 @@ class Engine:
 
     def forward_span(self, ids: Sequence[int], batch: Batch, halt: Halt) -> F32Array:
         """Streams [rows, hc_mult, H] of the rows' tokens after the last layer."""
-        if self.faults.watches("layer"):
-            halt = self._faulty(halt)
-        return self.run_layers(self.head.embed(np.asarray(ids, dtype=np.int64)), batch, halt)
+        return self.run_layers(self.head.embed(np.asarray(ids, dtype=np.int64)), batch, self._watched(halt))
 
-    def _faulty(self, halt: Halt) -> Halt:
+    def forward_rows(self, ids: Sequence[int], batch: Batch, halt: Halt, rows: NDArray[np.int64]) -> F32Array:
+        """Logits [len(rows), V] of the rows listed (ascending) of a batch; where one backend holds everything, nothing else comes to the host."""
+        if self.network is not None:
+            return self.network.forward_ids(np.asarray(ids, dtype=np.int64), batch, self._watched(halt), rows)
+        streams = self.forward_span(ids, batch, halt)
+        began = perf_counter()
+        parts = [self.head.logits(streams[rows[i : i + LOGIT_ROWS]]) for i in range(0, len(rows), LOGIT_ROWS)]
+        self._head_seconds += perf_counter() - began
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _watched(self, halt: Halt) -> Halt:
+        """The halt question, with the fault of the layers in it when one is set."""
+        if not self.faults.watches("layer"):
+            return halt
+
         def ask() -> bool:
             self.faults.hit("layer")
             return halt()
@@ -148,11 +165,9 @@ class Engine:
             guard, armed = False, never
         try:
             started = self._meters()
-            streams = self.forward_span(ids, Batch((Span(slot.index, slot.filled, len(ids)),)), armed if guard else never)
-            began_head = perf_counter()
-            rows = self._logit_rows(streams) if all_rows else None
-            logits = rows[-1] if rows is not None else self.head.logits(streams[-1:])[0]
-            cost = self._cost_since(started, perf_counter() - began_head)
+            wanted = np.arange(0 if all_rows else len(ids) - 1, len(ids))
+            rows = self.forward_rows(ids, Batch((Span(slot.index, slot.filled, len(ids)),)), armed if guard else never, wanted)
+            cost = self._cost_since(started)
         except BaseException:
             if guard:
                 for backend in self.backends:
@@ -163,13 +178,9 @@ class Engine:
         slot.cut(slot.filled)
         slot.history.extend(ids)
         slot.filled += len(ids)
-        slot.logits = logits
+        slot.logits = rows[-1]
         slot.resumable = True
-        return ChunkResult(logits, rows, cost)
-
-    def _logit_rows(self, streams: F32Array) -> F32Array:
-        parts = [self.head.logits(streams[i : i + LOGIT_ROWS]) for i in range(0, len(streams), LOGIT_ROWS)]
-        return np.concatenate(parts)
+        return ChunkResult(rows[-1], rows if all_rows else None, cost)
 
     def _snapshot(self, slot: Slot) -> bool:
         try:
@@ -190,10 +201,8 @@ class Engine:
         batch = Batch(tuple(Span(slot.index, slot.filled, 1) for slot, _ in rows))
         try:
             started = self._meters()
-            streams = self.forward_span([token for _, token in rows], batch, never)
-            began_head = perf_counter()
-            logits = self.head.logits(streams)
-            cost = self._cost_since(started, perf_counter() - began_head)
+            logits = self.forward_rows([token for _, token in rows], batch, never, np.arange(len(rows)))
+            cost = self._cost_since(started)
         except BaseException:
             for slot, _ in rows:
                 self.empty(slot)
@@ -256,8 +265,8 @@ class Engine:
         """A device is lost: go on without it, with every slot empty. Raises DeviceLost when there is nothing to go on with."""
         if self.replace is None:
             raise DeviceLost("no other backend can take the layers")
-        self.backends = self.replace()
-        self.ahead = None
+        self.backends, self.head = self.replace()
+        self.ahead = self.network = None
         for slot in self.slots:
             slot.forget()
         self._open()
@@ -275,13 +284,14 @@ class Engine:
     # -- time
 
     def _meters(self) -> Meter:
-        total = Meter()
+        total = Meter(head=self._head_seconds)
         for backend in self.backends:
+            total.head += backend.meter.head
             total.disk += backend.meter.disk
             total.experts += backend.meter.experts
             total.attention += backend.meter.attention
         return total
 
-    def _cost_since(self, before: Meter, head: float) -> Cost:
+    def _cost_since(self, before: Meter) -> Cost:
         now = self._meters()
-        return Cost(now.disk - before.disk, now.experts - before.experts, now.attention - before.attention, head)
+        return Cost(now.disk - before.disk, now.experts - before.experts, now.attention - before.attention, now.head - before.head)

@@ -132,3 +132,15 @@ class Head(Protocol):
     def logits(self, streams: NDArray[np.float32]) -> NDArray[np.float32]:
         """Logits of rows: streams [rows, hc_mult, H] -> mean over streams, final RMS norm, head -> float32 [rows, V]."""
         ...
+
+
+class Network(Protocol):
+    """One backend that holds everything: embedding, all layers and head. Token ids go in, logits come out, the streams stay where they are computed."""
+
+    def forward_ids(self, ids: NDArray[np.int64], batch: Batch, halt: Halt, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Run the tokens of a batch through the network: logits float32 [len(rows), V] of the rows listed, in their (ascending) order.
+
+        ids: int64 [batch.rows]. Halts, failures and the state of the slots are those of `Layers.forward`, the logits' bits those of `Head`; the
+        head's time goes to the backend's meter. Raises ValueError for an id outside the vocabulary.
+        """
+        ...

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from glm53serve.experts.usage import UsageFile
 from glm53serve.load import Loaded, LoadError, load, usage_path
 from glm53serve.serve import lines
 from glm53serve.serve.admission import Admission
@@ -22,7 +23,6 @@ from glm53serve.serve.signals import Signals
 from glm53serve.serve.stderr import StderrLog
 from glm53serve.serve.telemetry import Telemetry, peak_rss_gb
 from glm53serve.serve.turns import Desk, End, Phase, Turn
-from glm53serve.serve.usage import UsageFile
 from glm53serve.settings import Settings
 
 SWITCH_INTERVAL = 1e-4

@@ -31,7 +31,7 @@ def engine(model: TinyModel, device: Device) -> Engine:
     c = model.config
     backends: list[Layers] = [chain(device, model, layers=HELD), cpu(model, range(HELD, c.num_layers))]
     head = CpuHead(c, model.embedding, model.final_norm, model.lm_head, 32)
-    return Engine(c, backends, head, 2, 300, 64, replace=lambda: [cpu(model, range(c.num_layers))])
+    return Engine(c, backends, head, 2, 300, 64, replace=lambda: ([cpu(model, range(c.num_layers))], head))
 
 
 def test_a_partial_chain_halts_on_either_side_and_retries_as_new(device: Device, model: TinyModel) -> None:

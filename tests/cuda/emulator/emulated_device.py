@@ -74,7 +74,7 @@ class EmulatedFence:
 
 
 class EmulatedDevice:
-    """A `Device` whose memory is host memory."""
+    """A `Device` whose memory is host memory. `crossed` counts the bytes of uploads and downloads."""
 
     name = "emulated"
 
@@ -87,6 +87,7 @@ class EmulatedDevice:
         self._recording: list[Callable[[], None]] | None = None
         self.launches: dict[str, int] = {}
         self.left = memory
+        self.crossed = 0
         self.after_launch: Callable[[str], None] = lambda _kernel: None
 
     def alloc(self, nbytes: int) -> Buffer:
@@ -112,10 +113,12 @@ class EmulatedDevice:
     def upload(self, to: Pointer, array: NDArray[Any]) -> None:
         assert self._recording is None
         flat = np.ascontiguousarray(array)
+        self.crossed += flat.nbytes
         ctypes.memmove(to, flat.ctypes.data, flat.nbytes)
 
     def download(self, start: Pointer, array: NDArray[Any]) -> None:
         assert array.flags.c_contiguous and self._recording is None
+        self.crossed += array.nbytes
         ctypes.memmove(array.ctypes.data, start, array.nbytes)
 
     def copy(self, to: Pointer, start: Pointer, nbytes: int) -> None:
@@ -142,15 +145,15 @@ class EmulatedDevice:
 
         self._do(call)
 
-    def record(self, body: Callable[[], None]) -> EmulatedGraph:
-        assert self._recording is None
-        self._recording = []
     def tensor_map(self, start: Pointer, rows: int, row_bytes: int, box_rows: int) -> TensorMap:
         assert start % 16 == 0 and row_bytes % 16 == 0 and 0 < box_rows <= 256
         made = TensorMap()
         made.opaque[:4] = [start, row_bytes, rows, box_rows]
         return made
 
+    def record(self, body: Callable[[], None]) -> EmulatedGraph:
+        assert self._recording is None
+        self._recording = []
         try:
             body()
             return EmulatedGraph(self._recording)
