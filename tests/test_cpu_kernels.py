@@ -221,7 +221,7 @@ def test_exp_is_within_two_units_and_sigmoid_saturates() -> None:
 
 
 def route(logits: F32, bias: F32, k: int, groups: int, kept: int, normalise: bool) -> tuple[NDArray[np.int64], F32]:
-    from glm53serve.cpu.kernels import rows
+    from glm53serve.cpu.kernels import router
     from glm53serve.cpu.kernels.fields import Arguments, address
     from glm53serve.cpu.kernels.team import shared_team
 
@@ -233,7 +233,7 @@ def route(logits: F32, bias: F32, k: int, groups: int, kept: int, normalise: boo
     fields: dict[str, Any] = {"count": count.at, "out_at": zero.at, "logits": address(logits), "logit_stride": logits.strides[0], "bias": address(bias)}
     fields |= {"experts": experts, "k": k, "groups": groups, "kept": kept, "normalise": int(normalise), "scaling": 2.5}
     fields |= {"chosen": address(chosen), "weights": address(weights), "work": address(work)}
-    program.by_row(rows.route.address, Arguments(rows.ROUTE_FIELDS, **fields))
+    program.by_row(router.route.address, Arguments(router.ROUTE_FIELDS, **fields))
     program.run(shared_team(2), len(logits))
     return chosen, weights
 

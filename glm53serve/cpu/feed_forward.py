@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from glm53serve.cpu import packing as pk
 from glm53serve.cpu.compiled import Builder, Site, f32_matrix, kinds_of
-from glm53serve.cpu.kernels import experts, matmul, rows
+from glm53serve.cpu.kernels import experts, matmul, router
 from glm53serve.cpu.kernels.fields import Arguments, address
 from glm53serve.cpu.memory import RunMemory, p64
 from glm53serve.cpu.packing import GROUP, pack_dense
@@ -60,7 +60,7 @@ class MoePrograms:
         p.matmul(self.router, chunk.x, g.count, logits, x_at=g.first)
         work = g.buffer("router work", 2 * c.n_routed_experts + c.n_group)
         arguments = Arguments(
-            rows.ROUTE_FIELDS,
+            router.ROUTE_FIELDS,
             count=g.count.at,
             out_at=g.first.at,
             logits=address(logits),
@@ -76,13 +76,13 @@ class MoePrograms:
             weights=address(chunk.weights),
             work=address(work),
         )
-        p.by_row(rows.route.address, arguments)
+        p.by_row(router.route.address, arguments)
 
     def add_plan(self, b: Builder, p: Program) -> None:
         """Assignments of the whole chunk sorted by expert, and sums cleared."""
         c, g, chunk = self.config, b.group, b.chunk
         arguments = Arguments(
-            rows.PLAN_FIELDS,
+            router.PLAN_FIELDS,
             count=g.total.at,
             k=c.num_experts_per_tok,
             experts=c.n_routed_experts,
@@ -92,7 +92,7 @@ class MoePrograms:
             order_rows=address(chunk.order_rows),
             order_weights=address(chunk.order_weights),
         )
-        p.add(rows.plan.address, arguments)
+        p.add(router.plan.address, arguments)
         p.by_row(experts.clear.address, Arguments(experts.CLEAR_FIELDS, count=g.total.at, y=address(chunk.y), y_stride=chunk.y.strides[0], size=4 * b.hidden))
 
     def add_run(self, b: Builder, p: Program, m: RunMemory, per_row: int) -> None:

@@ -17,7 +17,7 @@ GROUP = 64
 KINDS: dict[MatrixFormat, int] = {"f32": 0, "bf16": 1, "int8": 2, "fp8": 3, "int4": 4}
 INT4 = 4
 INT4_Q16 = 5
-"""int4 weights that meet 16-bit activations (see `glm53serve.cpu.kernels.ir_tiles`)."""
+"""int4 weights that meet 16-bit activations (see `glm53serve.cpu.kernels.ir_integer`)."""
 _ROW_BYTES = {0: 256, 1: 128, 2: 64, 3: 64, 4: 32, 5: 32}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from glm53serve.cpu.kernels.cache import cache_folder, remove_older
 
-MODULES = ("team", "rows", "matmul", "experts", "kda", "dsa", "bandwidth")
+MODULES = ("team", "rows", "router", "matmul", "experts", "kda", "dsa", "bandwidth")
 """Modules of `glm53serve.cpu.kernels` that compile something when they are imported."""
 
 

@@ -10,7 +10,7 @@ from numba import cfunc, njit
 
 from glm53serve.cpu.kernels import simd as s
 from glm53serve.cpu.kernels.fields import offsets
-from glm53serve.cpu.kernels.ir_tiles import BF16, F32_, FP8, INT4, INT8
+from glm53serve.cpu.kernels.ir_build import BF16, F32_, FP8, INT4, INT8
 from glm53serve.cpu.kernels.matmul import CALL_WORDS, TILE, set_rows, set_weights
 from glm53serve.cpu.kernels.rows import FORM_FIELDS
 from glm53serve.cpu.kernels.target import VECTOR_BYTES

@@ -10,20 +10,20 @@ from llvmlite.ir import Value
 from numba import types
 from numba.extending import intrinsic
 
-from glm53serve.cpu.kernels.ir_tiles import _function, _i, _loop
+from glm53serve.cpu.kernels.ir_build import function, i64, loop
 from glm53serve.cpu.kernels.simd import F32, I64, VF, constant, fma, hsum, load, splat, store
 from glm53serve.cpu.kernels.target import LANES, VECTOR_BYTES
 
 
 def _scores(heads: int) -> Callable[..., None]:
     def body(b: ir.IRBuilder, q: Value, qs: Value, table: Value, groups: Value, out: Value, os: Value) -> None:
-        rows = [load(b, b.add(table, _i(8 * j)), I64) for j in range(4)]
-        queries = [b.add(q, b.mul(qs, _i(h))) for h in range(heads)]
+        rows = [load(b, b.add(table, i64(8 * j)), I64) for j in range(4)]
+        queries = [b.add(q, b.mul(qs, i64(h))) for h in range(heads)]
 
         def step(group: Value, sums: list[Value]) -> list[Value]:
             sums = list(sums)
             for j in range(64 // LANES):
-                at = b.add(b.mul(group, _i(256)), _i(j * VECTOR_BYTES))
+                at = b.add(b.mul(group, i64(256)), i64(j * VECTOR_BYTES))
                 tokens = [load(b, b.add(row, at), VF) for row in rows]
                 for h in range(heads):
                     lane = load(b, b.add(queries[h], at), VF)
@@ -31,10 +31,10 @@ def _scores(heads: int) -> Callable[..., None]:
                         sums[4 * h + n] = fma(b, lane, tokens[n], sums[4 * h + n])
             return sums
 
-        sums = _loop(b, groups, [constant(VF, 0.0)] * (4 * heads), step)
+        sums = loop(b, groups, [constant(VF, 0.0)] * (4 * heads), step)
         for h in range(heads):
             for n in range(4):
-                store(b, hsum(b, sums[4 * h + n]), b.add(out, b.add(b.mul(os, _i(h)), _i(4 * n))))
+                store(b, hsum(b, sums[4 * h + n]), b.add(out, b.add(b.mul(os, i64(h)), i64(4 * n))))
 
     return body
 
@@ -47,25 +47,25 @@ def _mix(heads: int) -> Callable[..., None]:
         part = min(4, vectors)
 
         def column(block: Value, nothing: list[Value]) -> list[Value]:
-            at = b.mul(block, _i(part * VECTOR_BYTES))
+            at = b.mul(block, i64(part * VECTOR_BYTES))
 
             def step(t: Value, sums: list[Value]) -> list[Value]:
                 sums = list(sums)
-                row = b.add(load(b, b.add(table, b.mul(t, _i(8))), I64), at)
-                values = [load(b, b.add(row, _i(v * VECTOR_BYTES)), VF) for v in range(part)]
+                row = b.add(load(b, b.add(table, b.mul(t, i64(8))), I64), at)
+                values = [load(b, b.add(row, i64(v * VECTOR_BYTES)), VF) for v in range(part)]
                 for h in range(heads):
-                    weight = splat(b, load(b, b.add(b.add(a, b.mul(stride, _i(h))), b.mul(t, _i(4))), F32), LANES)
+                    weight = splat(b, load(b, b.add(b.add(a, b.mul(stride, i64(h))), b.mul(t, i64(4))), F32), LANES)
                     for v in range(part):
                         sums[h * part + v] = fma(b, weight, values[v], sums[h * part + v])
                 return sums
 
-            sums = _loop(b, tokens, [constant(VF, 0.0)] * (heads * part), step)
+            sums = loop(b, tokens, [constant(VF, 0.0)] * (heads * part), step)
             for h in range(heads):
                 for v in range(part):
-                    store(b, sums[h * part + v], b.add(b.add(out, b.mul(os, _i(h))), b.add(at, _i(v * VECTOR_BYTES))))
+                    store(b, sums[h * part + v], b.add(b.add(out, b.mul(os, i64(h))), b.add(at, i64(v * VECTOR_BYTES))))
             return []
 
-        _loop(b, b.mul(groups, _i(vectors // part)), [], column)
+        loop(b, b.mul(groups, i64(vectors // part)), [], column)
 
     return body
 
@@ -74,9 +74,9 @@ def _by_heads(b: ir.IRBuilder, name: str, heads: Value, args: list[Value], make:
     end = b.append_basic_block("done")
     switch = b.switch(heads, end)
     for count in (1, 4):
-        fn = _function(b.module, f"{name}_{count}", len(args), make(count))
+        fn = function(b.module, f"{name}_{count}", len(args), make(count))
         block = b.append_basic_block("case")
-        switch.add_case(_i(count), block)
+        switch.add_case(i64(count), block)
         b.position_at_end(block)
         b.call(fn, args)
         b.branch(end)

@@ -9,7 +9,9 @@ import numpy as np
 from numba import cfunc, njit
 
 from glm53serve.cpu.kernels import simd as s
-from glm53serve.cpu.kernels.ir_tiles import FP8, INT4_Q16, PANEL, PANEL_ROWS, float_tile, pack_panel, panel_tile, rows_tile
+from glm53serve.cpu.kernels.ir_build import FP8, INT4_Q16
+from glm53serve.cpu.kernels.ir_float import float_tile
+from glm53serve.cpu.kernels.ir_integer import PANEL, PANEL_ROWS, pack_panel, panel_tile, rows_tile
 from glm53serve.cpu.kernels.target import LANES
 from glm53serve.cpu.kernels.team import KERNEL
 
