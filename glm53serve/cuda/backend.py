@@ -113,7 +113,7 @@ def load_backend(
         allowed = free if vram_bytes is None else min(free, vram_bytes)
         spare = allowed - used - MARGIN - 4 * 32 * c.vocab_size
         if allowed < used:
-            raise MemoryError(f"all but the routed experts takes {used / 1e9:.1f} GB of the device, allowed are {allowed / 1e9:.1f}")
+            raise MemoryError(f"all but the routed experts takes {used / 1e9:.3f} GB of the device, allowed are {allowed / 1e9:.3f}")
         _place_experts(uploader, model, weights, max(0, spare), history, note)
         layers.warm_up()
         decoder = Decoder(layers, note, loops=looping)

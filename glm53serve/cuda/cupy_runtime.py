@@ -17,6 +17,8 @@ from glm53serve.cuda.runtime import MODULES, Argument, Buffer, HostBuffer, Point
 from glm53serve.engine.seam import DeviceLost
 
 MAX_DYNAMIC_SHARED = 227 << 10
+GONE = frozenset({46, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
+"""Error codes after which nothing runs on the context any more: faults of a kernel, uncorrectable memory errors, a device that has gone."""
 
 
 class CudaUnavailable(RuntimeError):
@@ -187,10 +189,19 @@ class CupyDevice:
         view[:] = 0
         return HostBuffer(address, view)
 
+    def _enqueue(self, call: Callable[..., None], *arguments: int) -> None:
+        """A copy or fill on the stream. Raises DeviceLost when the device is gone."""
+        try:
+            call(*arguments, self.stream.ptr)
+        except self.runtime.CUDARuntimeError as error:
+            if error.status in GONE:
+                raise DeviceLost(str(error)) from error
+            raise
+
     def upload(self, to: Pointer, array: NDArray[Any]) -> None:
         """Copy an array to the device (pageable memory is staged before this returns)."""
         flat = np.ascontiguousarray(array)
-        self.runtime.memcpyAsync(int(to), flat.ctypes.data, flat.nbytes, self.runtime.memcpyHostToDevice, self.stream.ptr)
+        self._enqueue(self.runtime.memcpyAsync, int(to), flat.ctypes.data, flat.nbytes, self.runtime.memcpyHostToDevice)
 
     def download(self, start: Pointer, array: NDArray[Any]) -> None:
         """Copy device memory into an array."""
@@ -202,15 +213,15 @@ class CupyDevice:
 
     def copy(self, to: Pointer, start: Pointer, nbytes: int) -> None:
         """Copy device memory."""
-        self.runtime.memcpyAsync(int(to), int(start), nbytes, self.runtime.memcpyDeviceToDevice, self.stream.ptr)
+        self._enqueue(self.runtime.memcpyAsync, int(to), int(start), nbytes, self.runtime.memcpyDeviceToDevice)
 
     def copy_host(self, to: Pointer, start: HostBuffer, nbytes: int) -> None:
         """Copy pinned memory to the device."""
-        self.runtime.memcpyAsync(int(to), start.address, nbytes, self.runtime.memcpyHostToDevice, self.stream.ptr)
+        self._enqueue(self.runtime.memcpyAsync, int(to), start.address, nbytes, self.runtime.memcpyHostToDevice)
 
     def zero(self, to: Pointer, nbytes: int) -> None:
         """Zero device memory."""
-        self.runtime.memsetAsync(int(to), 0, nbytes, self.stream.ptr)
+        self._enqueue(self.runtime.memsetAsync, int(to), 0, nbytes)
 
     def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Argument], shared: int = 0) -> None:
         """Enqueue a kernel."""
@@ -222,7 +233,7 @@ class CupyDevice:
             error = self.driver.cuLaunchKernel(self._functions[kernel], x, y, z, threads, 1, 1, shared, self._stream, ctypes.addressof(array), 0)[0]
         del keep
         if int(error) != 0:
-            raise RuntimeError(f"launching {kernel}: {error}")
+            raise (DeviceLost if int(error) in GONE else RuntimeError)(f"launching {kernel}: {error}")
 
     def _dependent_launch(self, x: int, y: int, z: int, threads: int, shared: int) -> Any:
         """A launch that may start before the kernel ahead of it has ended (kernels wait by themselves, see common.cuh)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from checks import Churn, backend_of, greedy, logits_in_pieces, prefill, run, sa
 from goldens import NAMES, golden, reference_of  # noqa: E402
 from tinymodel import FEATURES, random_ids, tiny_model  # noqa: E402
 
-from glm53serve.cuda.backend import CudaBackend, load_backend  # noqa: E402
+from glm53serve.cuda.backend import MARGIN, CudaBackend, load_backend  # noqa: E402
 from glm53serve.cuda.cupy_runtime import CupyDevice, available  # noqa: E402
 from glm53serve.cuda.decode import decode_loop  # noqa: E402
 from glm53serve.cuda.runtime import Device  # noqa: E402
@@ -137,3 +138,63 @@ def test_compute_sanitizer_is_clean_on_a_short_run() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "ERROR SUMMARY: 0 errors" in done.stdout
+
+
+def test_experts_in_host_memory_answer_the_same(tmp_path: Path) -> None:
+    """The command as a person runs it, with all experts on the device, with half of them and with none."""
+
+    def generate(**more: str) -> tuple[str, str]:
+        environ = {**os.environ, "COLI_USAGE": str(tmp_path / "usage"), **more}
+        command = [sys.executable, "-m", "glm53serve", "generate", "--backend", "cuda", "--max-tokens", "40", "--prompt", "345 + 67 = "]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environ)
+        return done.stdout, done.stderr
+
+    wanted, said = generate()
+    assert wanted and "host memory" not in said, said
+    nothing, refused = generate(GLM53_VRAM_GB="0")
+    takes = re.search(r"takes ([\d.]+) GB of the device", refused)
+    assert not nothing and takes, refused
+    print(refused)
+    config, mixtures = nano().layers.config, nano().layers._mixtures
+    experts = sum(m.expert_bytes * len(m.on_device) for m in mixtures)
+    count = sum(len(m.on_device) for m in mixtures)
+    for some in (0, experts // 2):
+        allowed = float(takes.group(1)) * 1e9 + 1e6 + (MARGIN + 128 * config.vocab_size + some if some else 0)
+        got, said = generate(GLM53_VRAM_GB=f"{allowed / 1e9:.6f}")
+        left = re.search(r"(\d+) of (\d+) routed experts", said)
+        print(said)
+        assert got == wanted and left and int(left[2]) == count
+        assert int(left[1]) < count if some else int(left[1]) == count
+
+
+LOST = """
+from glm53serve.cuda.runtime import Pointer
+from glm53serve.engine.seam import DeviceLost
+from glm53serve.load import load, shipped_model
+from glm53serve.settings import Settings
+
+engine = load(shipped_model(), Settings.from_environ({}), slots=2, specials_stop=True, backend="cuda").engine
+backend, slot = engine.backends[0], engine.slots[0]
+engine.forward_prefill(slot, [1, 2, 3], guard=True)
+device = backend.device
+device.launch("embed", (1, 1), 512, [Pointer(4096), backend.tables.ids, backend.model.embedding, backend.model.embedding_kind, engine.config.hidden_size])
+calls = (
+    lambda: engine.forward_prefill(slot, [4, 5], guard=True), lambda: engine.forward_step([(slot, 4)]), lambda: backend.reset_slot(1),
+    lambda: backend.snapshot(0), lambda: backend.save(0), lambda: engine.expert_uses(slot),
+)
+for number, call in enumerate(calls):
+    try:
+        call()
+    except DeviceLost:
+        continue
+    raise SystemExit(f"call {number} did not say that the device is lost")
+print("LOST")
+import os, sys
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_device_that_failed_is_told_as_lost_by_everything() -> None:
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.strip() == "LOST", done.stdout + done.stderr[-3000:]
