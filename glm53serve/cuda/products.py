@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from glm53serve.cuda.model import DeviceMatrix
-from glm53serve.cuda.runtime import MAX_JOBS, MAX_ROWS, Argument, Buffer, Device, Job, Jobs, Maps, Pointer
+from glm53serve.cuda.runtime import MAX_JOBS, MAX_ROWS, Buffer, Device, Job, Jobs, Maps, Pointer
 from glm53serve.cuda.scratch import SplitRows
 
 OUT_F32, OUT_SPLIT, OUT_SWIGLU = 0, 1, 2
@@ -14,8 +14,13 @@ MAP_SAME, MAP_TOKEN, MAP_SORTED, MAP_PAIR = 0, 1, 2, 3
 GEMM_TILES = 16
 LONG_ROWS = 512
 """From this many rows on, products of whole matrices take 256 tokens a block."""
-SKINNY_BLOCKS = 396
-"""Blocks of a skinny product an H200 runs at once; beyond that a block does several rounds."""
+SKINNY_BLOCKS = {4: 264, 8: 132, 16: 132}
+"""Blocks of a skinny product for that many rows that an H200 runs at once; beyond that a block does several rounds."""
+SKINNY_ACTIVATIONS = {4: 32 << 10, 8: 128 << 10, 16: 128 << 10}
+"""Bytes of shared memory for activations."""
+SKINNY_WARPS, TEAM_TILES, RING_BYTES = 8, 2, 8 * 4 * 2304  # as gemv.cu has them
+ROUND_COST = 2
+"""Steps of a warp that the end of a round is worth."""
 GEMM_SHARED = 1024 + 6 * 16384 + 2 * 16 * 4096  # the swizzled tiles' alignment, activations, weights; the other tiled kernels take less
 
 
@@ -71,7 +76,7 @@ def product(
     job.scale_stride = matrix.scale.nbytes // 4 // matrix.heads if matrix.scale else 0
     job.x_stride, job.y_stride = x_stride, y_stride
     job.format, job.tiles, job.granules, job.rows = matrix.format, matrix.tiles, matrix.granules, matrix.rows
-    job.slices = next(s for s in ((4, 2, 1) if table else (8, 4, 2, 1)) if s == 1 or 2 * s <= matrix.granules)
+    job.slices = next(s for s in ((2, 1) if table else (8, 4, 2, 1)) if s == 1 or 2 * s <= matrix.granules)
     job.x_map, job.y_map, job.groups = x_map, y_map, matrix.heads
     return job
 
@@ -89,43 +94,56 @@ def run_products(device: Device, rows: int, jobs: list[Job], token_tile: int, ex
         _launch(device, "gemm_long", rows, long, None, lambda job: (-(-rows // 256), 8), 256)
         jobs = [job for job in jobs if job.table]
     if jobs and skinny:
-        rounds = sum(_groups(job, experts) * -(-job.tiles // (8 // job.slices)) for job in jobs)
-        for job in jobs:
-            job.repeat = max(1, min(8, -(-rounds // SKINNY_BLOCKS)))
-        _launch(device, f"gemv_{skinny_columns(rows)}", rows, jobs, experts, lambda job: (_groups(job, experts), 8 // job.slices * job.repeat))
+        _launch_skinny(device, rows, jobs, experts)
     elif jobs:
         most = experts.most if experts else 0
         mapped = token_tile if token_tile == 128 else 0
         _launch(device, "gemm", rows, jobs, experts, lambda job: (most if job.table else -(-rows // token_tile), GEMM_TILES), mapped)
 
 
-def _groups(job: Job, experts: ExpertGroups | None) -> int:
-    return experts.most if job.table and experts else int(job.groups)
+def _launch_skinny(device: Device, rows: int, jobs: list[Job], experts: ExpertGroups | None) -> None:
+    """One launch whose blocks share the rounds of all matrices by cost. At most one matrix a launch is an expert table."""
+    columns = skinny_columns(rows)
+    everything = _header(rows, jobs, experts)
+    everything.x_bytes = SKINNY_ACTIVATIONS[columns]
+    rounds = 0
+    for i, job in enumerate(sorted(jobs, key=lambda job: bool(job.table))):
+        if job.table and i + 1 < len(jobs):
+            raise ValueError("two expert tables in a launch")
+        job.cost = 2 * -(-job.granules // job.slices) + ROUND_COST
+        here = (experts.most if job.table and experts else job.groups) * -(-job.tiles // (TEAM_TILES * SKINNY_WARPS // job.slices))
+        everything.static_cost += 0 if job.table else here * job.cost
+        rounds += here
+        everything.job[i] = job
+    shared = RING_BYTES + 4 * SKINNY_WARPS * TEAM_TILES * 16 * columns + 128 + everything.x_bytes
+    device.launch(f"gemv_{columns}", (min(rounds, SKINNY_BLOCKS[columns]),), 32 * SKINNY_WARPS, [everything], shared)
+
+
+def _header(rows: int, jobs: list[Job], experts: ExpertGroups | None) -> Jobs:
+    everything = Jobs()
+    everything.count, everything.rows = len(jobs), rows
+    if experts:
+        everything.list, everything.groups, everything.top_k = experts.places.address, experts.groups.address, experts.top_k
+    return everything
 
 
 def _launch(
     device: Device, kernel: str, rows: int, jobs: list[Job], experts: ExpertGroups | None, shape: Callable[[Job], tuple[int, int]], mapped: int = 0
 ) -> None:
     """One launch. shape(job): blocks side by side for every run of rows of W, and tiles in such a run. `mapped`: tokens of a block that copies by maps."""
-    everything, maps = Jobs(), Maps()
-    everything.count, everything.rows = len(jobs), rows
-    if experts:
-        everything.list, everything.groups, everything.top_k = experts.places.address, experts.groups.address, experts.top_k
+    everything, maps = _header(rows, jobs, experts), Maps()
     blocks = 0
-    tiled = not kernel.startswith("gemv")
     for i, job in enumerate(jobs):
         job.first_block = blocks
         beside, tiles = shape(job)
-        if tiled:
-            job.token_tiles = beside
-            beside *= 1 if job.table else job.groups
+        job.token_tiles = beside
+        beside *= 1 if job.table else job.groups
         if mapped:
             there = rows * experts.top_k if experts and job.x_map == MAP_SORTED else rows
             maps.map[i] = device.tensor_map(Pointer(job.x_high), there, 2 * job.ldx, mapped)
         blocks += beside * -(-job.tiles // tiles)
         everything.job[i] = job
-    arguments: list[Argument] = [everything, maps] if tiled else [everything]
-    device.launch(kernel, (blocks,), 384 if mapped else 256, arguments, GEMM_SHARED if tiled else 0)
+    device.launch(kernel, (blocks,), 384 if mapped else 256, [everything, maps], GEMM_SHARED)
 
 
 def skinny_columns(rows: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 KERNEL_DIR = Path(__file__).parent / "kernels"
-SOURCES = ("gemv", "gemm", "hyper", "kda", "dsa", "attention", "moe", "sample", "step")
+SOURCES = ("gemv", "gemm", "hyper", "kda", "dsa", "attention", "attention_prompt", "moe", "sample", "step")
 MODULES = (*(("gemv", {"ONLY": rows}) for rows in (4, 8, 16)), *((name, {}) for name in SOURCES[1:]))
 """What is compiled side by side: a source and its own defines."""
 MAX_ROWS = 16
@@ -202,7 +202,7 @@ class Job(ctypes.Structure):
         ("first_block", ctypes.c_int),
         ("token_tiles", ctypes.c_int),
         ("limit", ctypes.c_float),
-        ("repeat", ctypes.c_int),
+        ("cost", ctypes.c_int),
     )
 
 
@@ -218,6 +218,8 @@ class Jobs(ctypes.Structure):
         ("list", ctypes.c_void_p),
         ("groups", ctypes.c_void_p),
         ("top_k", ctypes.c_int),
+        ("static_cost", ctypes.c_int),
+        ("x_bytes", ctypes.c_int),
         ("pad", ctypes.c_int),
         ("job", Job * MAX_JOBS),
     )
@@ -249,5 +251,5 @@ def kernel_source(name: str) -> str:
 
 def kernel_names(text: str, sizes: Mapping[str, int]) -> list[str]:
     """Kernels in a source compiled for these sizes."""
-    left_out = {"gemm_long"} if sizes.get("EXACT") else set()
+    left_out = {"gemm_long", "attend_prompt"} if sizes.get("EXACT") else set()
     return sorted(set(re.findall(r"^KERNEL (?:__launch_bounds__\([^)]*\) )?(\w+)\(", text, re.M)) - left_out)

@@ -34,6 +34,11 @@ __device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {  /
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void mma_first(float* c, const u32* a, u32 b0, u32 b1) {  // c = a b
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+                 : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+__device__ __forceinline__ void ask_into_l2(const void* p, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes)); }
 __device__ __forceinline__ void load_matrices(u32* r, const u16* row) {  // four 8x8 matrices; lane l gives row l % 8 of matrix l / 8
     u32 at = (u32)__cvta_generic_to_shared(row);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
@@ -156,6 +161,25 @@ __device__ __forceinline__ void warpgroup_mma_256(float (*c)[4], const u32* a, c
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #endif
 }
+// d[64x32] += a[64x16] b[16x32]: both [row][64] bf16 tiles in shared memory, swizzled like those of warpgroup_mma.
+__device__ __forceinline__ void warpgroup_scores(float (*d)[4], const u16* a_tile, const u16* b_tile, int step) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const u64 a_at = (u64)__cvta_generic_to_shared(a_tile) + 32 * step, a = (a_at >> 4 & 0x3fff) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+    const u64 b_at = (u64)__cvta_generic_to_shared(b_tile) + 32 * step, b = (b_at >> 4 & 0x3fff) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, 1, 1, 1, 0, 0;"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "l"(a), "l"(b));
+#endif
+}
+// c[64x64] += a[64x16] b[16x64]: a in registers, b = rows 16 step .. of a [row][64] bf16 tile in shared memory, swizzled as above: the tile transposed.
+__device__ __forceinline__ void warpgroup_mix(float (*c)[4], const u32* a, const u16* tile, int step) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const u64 at = (u64)__cvta_generic_to_shared(tile) + 2048 * step, b = (at >> 4 & 0x3fff) | (512ull << 16) | (64ull << 32) | (1ull << 62);
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+        : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#endif
+}
 __device__ __forceinline__ void warpgroup_begin() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -179,12 +203,14 @@ template <int I> __device__ __forceinline__ u32 int4_pair(u32 word) {
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(p), "r"(0x43084308u));
     return r;
 }
+__device__ __forceinline__ u32 int8_pair(u32 bytes) {  // two signed bytes in bits 0..7 and 16..23: 128 + the low seven bits, less 128, or 256 where the sign is set
+    u32 r;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"((bytes & 0x007f007fu) | 0x43004300u), "r"((bytes & 0x00800080u) | 0x43004300u));
+    return r;
+}
 __device__ __forceinline__ void int8_pairs(u32 word, u32& first, u32& second) {  // four signed bytes as 2 x two bf16
-    u32 biased = word ^ 0x80808080u;
-    float a = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7440)) - 8388736.0f, b = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7441)) - 8388736.0f;
-    float c = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7442)) - 8388736.0f, d = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7443)) - 8388736.0f;
-    first = pack_bf16(a, b);
-    second = pack_bf16(c, d);
+    first = int8_pair(__byte_perm(word, 0, 0x4140));
+    second = int8_pair(__byte_perm(word, 0, 0x4342));
 }
 __device__ __forceinline__ u32 scaled_pair(u32 pair, u32 scale) {
     u32 r;

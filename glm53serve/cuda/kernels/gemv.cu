@@ -1,234 +1,360 @@
-// Products for up to 16 rows, one block a few tiles; ONLY (4, 8 or 16 rows) picks one kernel, so that they compile side by side.
+// Products for up to 16 rows; ONLY (4, 8 or 16 rows) picks one kernel, so that they compile side by side.
+//
+// A block of eight warps walks through rounds: `slices` warps share the columns of TEAM_TILES tiles, 8 / slices such teams work side by side. All rounds of
+// a launch are dealt to the blocks by cost, whatever matrices they belong to. Weights flow through a ring of RING_STEPS steps a warp in shared memory (a step:
+// half a granule of every tile), across rounds and matrices; activations lie in shared memory as the products read them, a run of columns at a time.
 // Columns of an n-tile: column 2r is the high part of row r, column 2r + 1 its low part; NT tiles of 4 rows.
-template <int NT> struct Activations {
-    const u16* at[NT];  // this lane's column, or null
-    __device__ __forceinline__ U4 unit(int nt, int column, int t) const {
-        if (!at[nt]) { U4 z = {0, 0, 0, 0}; return z; }
-        return *(const U4*)(at[nt] + column + 8 * t);
+#define TEAM_TILES 2
+#define RING_STEPS 4
+#define STEP_BYTES 2304      // 2 x 1,024 bytes of weights, 256 of scales
+#define GEMV_WARPS 8
+#define RING_BYTES (GEMV_WARPS * RING_STEPS * STEP_BYTES)
+#define NEAR_GROUPS 32       // groups of rows a block's rounds can belong to
+#define AHEAD_GRANULES 2     // of each tile, asked into L2 before the kernel ahead is over
+
+template <int NT> struct RoundSums { float c[TEAM_TILES][NT][4]; };
+struct RowGroup { const U4* data; const float* scale; int start, count; };
+
+// Rounds of this block, matrix by matrix. Experts come last: their number is known after the wait only.
+struct Walk {
+    int job, round, last, each;  // each: rounds of one group of the job
+    u32 base, from, to;
+    __device__ __forceinline__ void begin(const Jobs& jobs) {
+        job = -1;
+        round = last = each = 0;
+        share(jobs.static_cost);
+    }
+    __device__ __forceinline__ void share(u32 total) {
+        base = 0;
+        from = total * blockIdx.x / gridDim.x;
+        to = total * (blockIdx.x + 1) / gridDim.x;
+    }
+    __device__ __forceinline__ bool next(const Jobs& jobs, int groups) {  // groups < 0: not known yet; false: no round is left, or known
+        ++round;
+        while (round >= last) {
+            if (job + 1 >= jobs.count) return false;
+            const Job& j = jobs.job[job + 1];
+            if (j.table && groups < 0) return false;
+            ++job;
+            const int per = TEAM_TILES * GEMV_WARPS / j.slices;
+            each = (j.tiles + per - 1) / per;
+            const u32 cost = j.cost, rounds = each * (j.table ? groups : j.groups);
+            if (j.table) share(rounds * cost);
+            round = from <= base ? 0 : (from - base + cost - 1) / cost;
+            last = to <= base ? 0 : min((int)rounds, (int)((to - base + cost - 1) / cost));
+            base += rounds * cost;
+        }
+        return true;
     }
 };
-template <int NT, int TILES> struct Sums { float c[TILES][NT][4]; };
 
-template <int NT, int TILES> __device__ __forceinline__ void unit_products(Sums<NT, TILES>& s, int tile, u32 (*a)[4], const U4* x) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        mma(s.c[tile][n], a[0], x[n].x, x[n].y);
-        mma(s.c[tile][n], a[1], x[n].z, x[n].w);
-    }
-}
-template <int NT, int TILES> __device__ __forceinline__ void clear(Sums<NT, TILES>& s) {
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) s.c[i][n][j] = 0.0f;
-}
-template <int NT, int TILES> __device__ __forceinline__ void add_scaled(Sums<NT, TILES>& s, Sums<NT, TILES>& part, int tile, float top, float bottom) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        s.c[tile][n][0] += top * part.c[tile][n][0]; s.c[tile][n][1] += top * part.c[tile][n][1];
-        s.c[tile][n][2] += bottom * part.c[tile][n][2]; s.c[tile][n][3] += bottom * part.c[tile][n][3];
-    }
+// What this warp reads in a round.
+struct WarpPart { int tile, slice, granules; };
+__device__ __forceinline__ WarpPart part_of(const Job& job, const Walk& walk, int warp) {
+    const int team = warp / job.slices, slice = warp % job.slices, tile = (walk.round % walk.each * (GEMV_WARPS / job.slices) + team) * TEAM_TILES;
+    const bool busy = tile < job.tiles && slice < job.granules;
+    return {tile, slice, busy ? (job.granules - slice + job.slices - 1) / job.slices : 0};
 }
 
-template <int FORMAT, int NT, int TILES>
-__device__ __forceinline__ void granule_products(Sums<NT, TILES>& s, const Piece4* w, const F4 (*scale)[2], const U2* block_scale, const Activations<NT>& x,
-                                                 int granule, int t) {
+// Keeps a warp's ring full: the steps of all its rounds in the order in which they are used.
+struct Feeder {
+    Walk walk;
+    const U4* data;
+    const char* scale;
+    long second;  // from a tile to the next, U4s
+    int left, stride, format, half;
+    __device__ __forceinline__ void begin(const Jobs& jobs) { walk.begin(jobs); left = 0; }
+    // One more step; false: there is none, or not known yet.
+    __device__ __forceinline__ bool step(const Jobs& jobs, int groups, const RowGroup* near, int near_first, char* to, int warp, int lane) {
+        while (left == 0) {
+            if (!walk.next(jobs, groups)) { copies_commit(); return false; }
+            const Job& job = jobs.job[walk.job];
+            const WarpPart part = part_of(job, walk, warp);
+            const int group = walk.round / walk.each;
+            const U4* d = job.table ? near[group - near_first].data : job.data + group * job.data_stride;
+            const float* s = job.table ? near[group - near_first].scale : job.scale + group * job.scale_stride;
+            const bool two = part.tile + 1 < job.tiles;
+            const long first = (long)part.tile * job.granules;
+            format = job.format;
+            left = 2 * part.granules;
+            stride = job.slices;
+            half = 0;
+            data = d + (first + part.slice) * 128 + lane;
+            second = two ? job.granules * 128 : 0;
+            const long tile_at = first + (two && (format == INT4 ? lane >> 4 : lane) ? job.granules : 0) + part.slice;
+            scale = (const char*)(s + (format == INT4 ? tile_at * 64 + (lane & 15) * 4 : tile_at * 2));
+        }
+        char* mine = to + lane * 16;
+        copy16_async(mine, data, true); copy16_async(mine + 512, data + 32, true);
+        copy16_async(mine + 1024, data + second, true); copy16_async(mine + 1536, data + second + 32, true);
+        if (HAS(INT4) && format == INT4) copy8_async(to + 2048 + lane * 8, scale + 8 * half);
+        else if (HAS(FP8) && format == FP8 && lane < 2) copy8_async(to + 2048 + lane * 8, scale);
+        copies_commit();
+        data += half ? 128 * stride - 64 : 64;
+        if (half) scale += (format == INT4 ? 256 : 8) * stride;
+        half ^= 1;
+        --left;
+        return true;
+    }
+};
+
+// This lane's columns of the activations in shared memory: [unit of 32 columns][column of the n-tiles][64 bytes]; lanes without a row read zeros.
+template <int NT> struct Activations {
+    const U4* at[NT];
+    int stride[NT];
+    __device__ __forceinline__ U4 unit(int n, int u) const { return at[n][u * stride[n]]; }
+};
+
+template <int NT> __device__ __forceinline__ void unit_products(float (*c)[4], const u32 (*a)[4], const U4* x) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        mma(c[n], a[0], x[n].x, x[n].y);
+        mma(c[n], a[1], x[n].z, x[n].w);
+    }
+}
+template <int NT> __device__ __forceinline__ void add_scaled(float (*c)[4], const float (*part)[4], float top, float bottom) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        c[n][0] += top * part[n][0]; c[n][1] += top * part[n][1];
+        c[n][2] += bottom * part[n][2]; c[n][3] += bottom * part[n][3];
+    }
+}
+
+// One step: half a granule of TEAM_TILES tiles; unit = its first unit of columns, counted from the first in shared memory.
+template <int FORMAT, int NT> __device__ __forceinline__ void step_products(RoundSums<NT>& s, const char* step, const Activations<NT>& x, int unit, int half, int lane) {
+    constexpr int UNITS = FORMAT == INT4 ? 4 : FORMAT == INT8 || FORMAT == FP8 ? 2 : 1;
+    U4 top[TEAM_TILES], bottom[TEAM_TILES], xv[NT];
     u32 a[2][4];
-    U4 xv[NT];
-    if (FORMAT == INT4) {
 #pragma unroll
-        for (int group = 0; group < 4; ++group) {
-            Sums<NT, TILES> part;
-            clear(part);
+    for (int i = 0; i < TEAM_TILES; ++i) { top[i] = ((const U4*)step)[64 * i + lane]; bottom[i] = ((const U4*)step)[64 * i + 32 + lane]; }
+    float part[TEAM_TILES][NT][4];
 #pragma unroll
-            for (int u = 0; u < 2; ++u) {
+    for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
-                for (int n = 0; n < NT; ++n) xv[n] = x.unit(n, granule * 256 + group * 64 + u * 32, t);
+        for (int n = 0; n < NT; ++n) xv[n] = x.unit(n, unit + u);
 #pragma unroll
-                for (int i = 0; i < TILES; ++i) {
-                    const U4 &top = w[i].p[(group >> 1) * 2], &bottom = w[i].p[(group >> 1) * 2 + 1];
-                    int word = (group & 1) * 2 + u;
-                    int4_unit(word == 0 ? top.x : word == 1 ? top.y : word == 2 ? top.z : top.w,
-                              word == 0 ? bottom.x : word == 1 ? bottom.y : word == 2 ? bottom.z : bottom.w, a);
-                    unit_products(part, i, a, xv);
+        for (int i = 0; i < TEAM_TILES; ++i) {
+            const U4 &p = top[i], &q = bottom[i];
+            if (FORMAT == INT4) {
+                int4_unit(u == 0 ? p.x : u == 1 ? p.y : u == 2 ? p.z : p.w, u == 0 ? q.x : u == 1 ? q.y : u == 2 ? q.z : q.w, a);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    if (u & 1) mma(part[i][n], a[0], xv[n].x, xv[n].y);
+                    else mma_first(part[i][n], a[0], xv[n].x, xv[n].y);
+                    mma(part[i][n], a[1], xv[n].z, xv[n].w);
+                }
+                if (u & 1) {
+                    const U2 above = ((const U2*)(step + 2048))[16 * i + (lane >> 2)], below = ((const U2*)(step + 2048))[16 * i + 8 + (lane >> 2)];
+                    add_scaled<NT>(s.c[i], part[i], __uint_as_float(u == 1 ? above.x : above.y), __uint_as_float(u == 1 ? below.x : below.y));
+                }
+            } else if (FORMAT == INT8) {
+                if (u & 1) byte_unit<INT8>(p.z, p.w, q.z, q.w, a);
+                else byte_unit<INT8>(p.x, p.y, q.x, q.y, a);
+                unit_products<NT>(s.c[i], a, xv);
+            } else if (FORMAT == FP8) {
+                if (u & 1) byte_unit<FP8>(p.z, p.w, q.z, q.w, a);
+                else byte_unit<FP8>(p.x, p.y, q.x, q.y, a);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    if (u & 1) mma(part[i][n], a[0], xv[n].x, xv[n].y);
+                    else mma_first(part[i][n], a[0], xv[n].x, xv[n].y);
+                    mma(part[i][n], a[1], xv[n].z, xv[n].w);
+                }
+                if (u & 1) {
+                    const U2 by = ((const U2*)(step + 2048))[i];
+                    add_scaled<NT>(s.c[i], part[i], __uint_as_float(by.x), __uint_as_float(by.y));
+                }
+            } else if (FORMAT == BF16) {
+                bf16_unit(p, q, a);
+                unit_products<NT>(s.c[i], a, xv);
+            } else {  // a step has half of the lane's columns of a unit
+                u32 low[4];
+                f32_step(p, q, a[0], low);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    mma(s.c[i][n], a[0], half ? xv[n].z : xv[n].x, half ? xv[n].w : xv[n].y);
+                    mma(s.c[i][n], low, half ? xv[n].z : xv[n].x, half ? xv[n].w : xv[n].y);
                 }
             }
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) {
-                const F4 &p = scale[i][0], &q = scale[i][1];
-                add_scaled(s, part, i, group == 0 ? p.x : group == 1 ? p.y : group == 2 ? p.z : p.w, group == 0 ? q.x : group == 1 ? q.y : group == 2 ? q.z : q.w);
-            }
-        }
-    } else if (FORMAT == INT8 || FORMAT == FP8) {
-        Sums<NT, TILES> part;
-        if (FORMAT == FP8) clear(part);
-        Sums<NT, TILES>& to = FORMAT == FP8 ? part : s;
-#pragma unroll
-        for (int u = 0; u < 4; ++u) {
-#pragma unroll
-            for (int n = 0; n < NT; ++n) xv[n] = x.unit(n, granule * 128 + u * 32, t);
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) {
-                const U4 &top = w[i].p[(u >> 1) * 2], &bottom = w[i].p[(u >> 1) * 2 + 1];
-                if (u & 1) byte_unit<FORMAT>(top.z, top.w, bottom.z, bottom.w, a);
-                else byte_unit<FORMAT>(top.x, top.y, bottom.x, bottom.y, a);
-                unit_products(to, i, a, xv);
-            }
-        }
-        if (FORMAT == FP8) {
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) add_scaled(s, part, i, __uint_as_float(block_scale[i].x), __uint_as_float(block_scale[i].y));
-        }
-    } else if (FORMAT == BF16) {
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {
-#pragma unroll
-            for (int n = 0; n < NT; ++n) xv[n] = x.unit(n, granule * 64 + u * 32, t);
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) {
-                bf16_unit(w[i].p[2 * u], w[i].p[2 * u + 1], a);
-                unit_products(s, i, a, xv);
-            }
-        }
-    } else {
-#pragma unroll
-        for (int n = 0; n < NT; ++n) xv[n] = x.unit(n, granule * 32, t);
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            u32 low[2][4];
-            f32_step(w[i].p[0], w[i].p[1], a[0], low[0]);
-            f32_step(w[i].p[2], w[i].p[3], a[1], low[1]);
-            unit_products(s, i, a, xv);
-            unit_products(s, i, low, xv);
         }
     }
 }
 
-template <int FORMAT, int TILES> struct Granule { Piece4 w[TILES]; F4 scale[FORMAT == INT4 ? TILES : 1][2]; U2 block_scale[FORMAT == FP8 ? TILES : 1]; };
+struct GemvRoom { char* ring; float* sums; U4* zeros; U4* x; int bytes; int* rows; };  // bytes: of x
+struct Loaded { const u16* from; int map, start, count, units; };                  // whose activations lie in shared memory, all columns of them
 
-template <int FORMAT, int TILES>
-__device__ __forceinline__ void load(Granule<FORMAT, TILES>& to, const U4* data, const float* scale, int tile0, int tiles, int granules, int granule, int lane) {
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-        const long at = (long)min(tile0 + i, tiles - 1) * granules + granule;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) to.w[i].p[j] = stream16(data + at * 128 + j * 32 + lane);
-        if (FORMAT == INT4) { to.scale[i][0] = ((const F4*)scale)[at * 16 + (lane >> 2)]; to.scale[i][1] = ((const F4*)scale)[at * 16 + 8 + (lane >> 2)]; }
-        if (FORMAT == FP8) to.block_scale[i] = ((const U2*)scale)[at];
+// Columns of the activations of a group, high and low parts, into shared memory. By all threads.
+__device__ __forceinline__ void load_activations(const GemvRoom& room, const Jobs& jobs, const Job& job, const u16* high, const u16* low, int start, int count, int unit0, int units) {
+    const int columns = 2 * count, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    __syncthreads();  // nobody reads what lay there
+    if ((int)threadIdx.x < count) room.rows[threadIdx.x] = mapped_row(job.x_map, threadIdx.x, start, jobs);
+    __syncthreads();
+    for (int part = warp; part < columns * ((units + 7) / 8); part += GEMV_WARPS) {
+        const int c = part % columns, u = part / columns * 8 + (lane >> 2);
+        const u16* from = (c & 1 ? low : high) + (long)room.rows[c >> 1] * job.ldx + (unit0 + u) * 32;
+        if (u < units) copy16_async(room.x + (u * columns + c) * 4 + (lane & 3), (const U4*)from + (lane & 3), true);
     }
+    copies_commit();
+    copies_wait<0>();
+    __syncthreads();
 }
 
-// A block's place: `teams` teams of `slices` warps; a team does TILES tiles at a time, `repeat` times, the block's tiles side by side each time.
-struct Team { const U4* data; const float* scale; int tile_first, slice, team, teams, group, start, count; };
-
-// Sums of the slices put together in order and written; tiles tile0 .. of this round.
-template <int NT, int TILES>
-__device__ __forceinline__ void finish_round(const Jobs& jobs, const Job& job, const Team& at, int tile0, float (*sums)[TILES * 16][8 * NT + 1]) {
-    const int tall = at.teams * TILES * 16;
-    for (int i = threadIdx.x; i < tall * at.count; i += 256) {
-        const int r = i / tall, row = i % tall, tile = tile0 + (row >> 4), r16 = row & 15;
-        if (tile >= job.tiles || (job.out == OUT_SWIGLU && r16 >= 8)) continue;
-        const int first_warp = row / (16 * TILES) * job.slices, inner = row % (16 * TILES);
-        float value[2] = {0.0f, 0.0f};
-        for (int half = 0; half < (job.out == OUT_SWIGLU ? 2 : 1); ++half) {
-            float high = 0.0f, low = 0.0f;
-            for (int w = 0; w < job.slices; ++w) {
-                high += sums[first_warp + w][inner + 8 * half][2 * r];
-                low += sums[first_warp + w][inner + 8 * half][2 * r + 1];
-            }
-            value[half] = high + low;
-            if (job.format == INT8) value[half] *= at.scale[tile * 16 + r16 + 8 * half];
-        }
-        write_output(job, at.group, mapped_row(job.y_map, r, at.start, jobs), tile, r16, value[0], value[1]);
+__device__ __forceinline__ void write_value(const Jobs& jobs, const Job& job, const float* scale, int group, int start, int r, int tile, int r16, float value, float partner) {
+    if (tile >= job.tiles) return;
+    if (job.format == INT8) {
+        value *= scale[tile * 16 + r16];
+        if (job.out == OUT_SWIGLU) partner *= scale[tile * 16 + r16 + 8];
     }
+    write_output(job, group, mapped_row(job.y_map, r, start, jobs), tile, r16, value, partner);
 }
 
-// Weights do not depend on the kernel before: the first granule is requested before waiting for it, and the next round's while a round ends.
-template <int FORMAT, int NT, int TILES>
-__device__ __forceinline__ void all_rounds(const Jobs& jobs, const Job& job, const Team& at, const Activations<NT>& x, int lane, float (*sums)[8][TILES * 16][8 * NT + 1]) {
-    const int side = at.teams * TILES, warp = threadIdx.x >> 5;
-    const int mine = at.tile_first + at.team * TILES, last = min(at.tile_first + side * job.repeat, job.tiles);
-    Granule<FORMAT, TILES> now, next;
-    const bool busy = at.slice < job.granules;
-    if (busy && mine < last) load<FORMAT, TILES>(next, at.data, at.scale, mine, job.tiles, job.granules, at.slice, lane);
-    WAIT_BEFORE();
-    int round = 0;
-    for (int tile0 = at.tile_first; tile0 < last; tile0 += side, ++round) {
-        const int tile = tile0 + at.team * TILES;
-        Sums<NT, TILES> s;
-        clear(s);
-        if (busy && tile < last)
-            for (int granule = at.slice; granule < job.granules; granule += job.slices) {
-                now = next;
-                const bool more = granule + job.slices < job.granules;
-                if (more || tile + side < last)
-                    load<FORMAT, TILES>(next, at.data, at.scale, more ? tile : tile + side, job.tiles, job.granules, more ? granule + job.slices : at.slice, lane);
-                granule_products<FORMAT, NT, TILES>(s, now.w, now.scale, now.block_scale, x, granule, lane & 3);
-            }
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                const int row = i * 16 + (lane >> 2), column = n * 8 + 2 * (lane & 3);
-                float(*to)[8 * NT + 1] = sums[round & 1][warp];
-                to[row][column] = s.c[i][n][0]; to[row][column + 1] = s.c[i][n][1];
-                to[row + 8][column] = s.c[i][n][2]; to[row + 8][column + 1] = s.c[i][n][3];
-            }
-        __syncthreads();
-        finish_round<NT, TILES>(jobs, job, at, tile0, sums[round & 1]);
-    }
-}
-
-template <int NT, int TILES> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
-    __shared__ float sums[2][8][TILES * 16][8 * NT + 1];
-    int index = 0;
-    while (index + 1 < jobs.count && (int)blockIdx.x >= jobs.job[index + 1].first_block) ++index;
-    const Job& job = jobs.job[index];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    Team at;
-    at.teams = 8 / job.slices;
-    const int per_block = at.teams * TILES * job.repeat, blocks = (job.tiles + per_block - 1) / per_block, local = blockIdx.x - job.first_block;
-    at.group = local / blocks;
-    at.tile_first = (local % blocks) * per_block;
-    at.slice = warp % job.slices;
-    at.team = warp / job.slices;
-    const u16 *x_high = job.x_high, *x_low = job.x_low;
-    if (job.table) {
-        WAIT_BEFORE();
-        if (at.group >= jobs.groups[0]) return;
-        const int* group = jobs.groups + 4 + 4 * at.group;
-        at.start = group[1];
-        at.count = group[2];
-        at.data = (const U4*)job.table[group[0] * 4 + job.which * 2];
-        at.scale = (const float*)job.table[group[0] * 4 + job.which * 2 + 1];
-    } else {
-        at.start = 0;
-        at.count = jobs.rows;
-        at.data = job.data + at.group * job.data_stride;
-        at.scale = job.scale + at.group * job.scale_stride;
-        x_high += at.group * job.x_stride;
-        x_low += at.group * job.x_stride;
-    }
+// A round of `count` rows: the steps of this warp, then the sums of the slices put together in order.
+template <int FORMAT, int NT>
+__device__ __forceinline__ void one_round(const Jobs& jobs, int groups, const RowGroup* near, int near_first, const Walk& walk, Feeder& feeder, int& slot, Loaded& loaded, const GemvRoom& room) {
+    constexpr int UNITS = FORMAT == INT4 ? 8 : FORMAT == INT8 || FORMAT == FP8 ? 4 : FORMAT == BF16 ? 2 : 1;  // of a granule
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, group = walk.round / walk.each;
+    const Job& job = jobs.job[walk.job];
+    const WarpPart part = part_of(job, walk, warp);
+    const bool expert = job.table != nullptr;
+    const int start = expert ? near[group - near_first].start : 0, count = expert ? near[group - near_first].count : jobs.rows;
+    const float* scale = expert ? near[group - near_first].scale : job.scale + group * job.scale_stride;
+    const u16 *high = job.x_high + (expert ? 0 : group * job.x_stride), *low = job.x_low + (expert ? 0 : group * job.x_stride);
+    const int together = min(max(1, room.bytes / (count * 128 * UNITS)), job.granules);  // granules whose columns fit in shared memory
     Activations<NT> x;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-        const int column = n * 8 + (lane >> 2), r = column >> 1;
-        x.at[n] = r < at.count ? ((column & 1) ? x_low : x_high) + (long)mapped_row(job.x_map, r, at.start, jobs) * job.ldx : nullptr;
+        const bool there = n * 8 + g < 2 * count;
+        x.at[n] = there ? room.x + (n * 8 + g) * 4 + t : room.zeros;
+        x.stride[n] = there ? 8 * count : 0;
     }
-    if (HAS(INT4) && job.format == INT4) all_rounds<INT4, NT, TILES>(jobs, job, at, x, lane, sums);
-    else if (HAS(BF16) && job.format == BF16) all_rounds<BF16, NT, TILES>(jobs, job, at, x, lane, sums);
-    else if (HAS(INT8) && job.format == INT8) all_rounds<INT8, NT, TILES>(jobs, job, at, x, lane, sums);
-    else if (HAS(FP8) && job.format == FP8) all_rounds<FP8, NT, TILES>(jobs, job, at, x, lane, sums);
-    else if (HAS(F32)) all_rounds<F32, NT, TILES>(jobs, job, at, x, lane, sums);
+    RoundSums<NT> s;
+#pragma unroll
+    for (int i = 0; i < TEAM_TILES * NT * 4; ++i) s.c[i / (NT * 4)][i / 4 % NT][i % 4] = 0.0f;
+    int granule = part.slice, end = part.granules ? job.granules : 0;
+    for (int first = 0; first < job.granules; first += together) {
+        const int units = min(together, job.granules - first) * UNITS;
+        const bool whole = together == job.granules;
+        if (!whole || loaded.from != high || loaded.map != job.x_map || loaded.start != start || loaded.count != count || loaded.units != units) {
+            load_activations(room, jobs, job, high, low, start, count, first * UNITS, units);
+            loaded = {whole ? high : nullptr, job.x_map, start, count, units};
+        }
+        for (const int stop = min(end, first + together); granule < stop; granule += job.slices)
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+                copies_wait<RING_STEPS - 2>();
+                __syncwarp();  // this step is there for all lanes, and all are done with the one before, whose place the next one takes
+                feeder.step(jobs, groups, near, near_first, room.ring + (slot + RING_STEPS - 1) % RING_STEPS * STEP_BYTES, warp, lane);
+                step_products<FORMAT, NT>(s, room.ring + slot * STEP_BYTES, x, (granule - first) * UNITS + half * UNITS / 2, half, lane);
+                slot = (slot + 1) % RING_STEPS;
+            }
+    }
+    if (job.slices == 1) {
+        if (part.granules)
+#pragma unroll
+            for (int i = 0; i < TEAM_TILES; ++i)
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    const int r = 4 * n + t;
+                    const float above = s.c[i][n][0] + s.c[i][n][1], below = s.c[i][n][2] + s.c[i][n][3];
+                    if (r >= count) continue;
+                    write_value(jobs, job, scale, group, start, r, part.tile + i, g, above, below);
+                    if (job.out != OUT_SWIGLU) write_value(jobs, job, scale, group, start, r, part.tile + i, g + 8, below, 0.0f);
+                }
+        return;
+    }
+    __syncthreads();  // the sums of the round before are read
+    float* mine = room.sums + warp * TEAM_TILES * 16 * 4 * NT;
+#pragma unroll
+    for (int i = 0; i < TEAM_TILES; ++i)
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            mine[(i * 16 + g) * 4 * NT + 4 * n + t] = s.c[i][n][0] + s.c[i][n][1];
+            mine[(i * 16 + g + 8) * 4 * NT + 4 * n + t] = s.c[i][n][2] + s.c[i][n][3];
+        }
+    __syncthreads();
+    const int teams = GEMV_WARPS / job.slices, tall = teams * TEAM_TILES * 16, tile0 = walk.round % walk.each * teams * TEAM_TILES;
+    for (int i = threadIdx.x; i < tall * count; i += 32 * GEMV_WARPS) {
+        const int r = i / tall, row = i % tall, r16 = row & 15;
+        if (job.out == OUT_SWIGLU && r16 >= 8) continue;
+        const float* from = room.sums + (row / (16 * TEAM_TILES) * job.slices * TEAM_TILES * 16 + row % (16 * TEAM_TILES)) * 4 * NT + r;
+        float value = 0.0f, partner = 0.0f;
+        for (int w = 0; w < job.slices; ++w) {
+            value += from[w * TEAM_TILES * 16 * 4 * NT];
+            if (job.out == OUT_SWIGLU) partner += from[w * TEAM_TILES * 16 * 4 * NT + 8 * 4 * NT];
+        }
+        write_value(jobs, job, scale, group, start, r, tile0 + (row >> 4), r16, value, partner);
+    }
+}
+
+template <int NT>
+__device__ __forceinline__ void round_of_format(const Jobs& jobs, int groups, const RowGroup* near, int near_first, const Walk& walk, Feeder& feeder, int& slot, Loaded& loaded, const GemvRoom& room) {
+    const int format = jobs.job[walk.job].format;
+    if (HAS(INT4) && format == INT4) one_round<INT4, NT>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
+    else if (HAS(BF16) && format == BF16) one_round<BF16, NT>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
+    else if (HAS(INT8) && format == INT8) one_round<INT8, NT>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
+    else if (HAS(FP8) && format == FP8) one_round<FP8, NT>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
+    else if (HAS(F32)) one_round<F32, NT>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
+}
+
+template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
+    DYNAMIC_SHARED(char, memory);
+    __shared__ RowGroup near[NEAR_GROUPS];
+    __shared__ int rows[MAX_ROWS];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    char* after = memory + RING_BYTES + 4 * GEMV_WARPS * TEAM_TILES * 16 * 4 * NT;
+    const GemvRoom room = {memory + warp * RING_STEPS * STEP_BYTES, (float*)(memory + RING_BYTES), (U4*)after, (U4*)(after + 128), jobs.x_bytes, rows};
+    if (threadIdx.x == 0) *room.zeros = U4{0, 0, 0, 0};
+    // Weights do not depend on the kernel before: the ring is filled, and some more asked for, before waiting for it.
+    Feeder feeder;
+    feeder.begin(jobs);
+    int primed = 0;
+    if (!jobs.job[0].table) {
+#pragma unroll 1
+        while (primed < RING_STEPS - 1 && feeder.step(jobs, -1, near, 0, room.ring + primed * STEP_BYTES, warp, lane)) ++primed;
+        if (lane < TEAM_TILES && feeder.left)
+            for (int i = 0; i < AHEAD_GRANULES && i < feeder.left / 2; ++i)
+                ask_into_l2(feeder.data - lane + (lane ? feeder.second : 0) + (feeder.half ? -64 : 0) + (i + 1) * 128 * feeder.stride, 2048);
+    }
+    WAIT_BEFORE();
+    int groups = -1, near_first = 0;
+    const Job& final_job = jobs.job[jobs.count - 1];
+    if (final_job.table) {
+        groups = jobs.groups[0];
+        Walk walk;
+        walk.begin(jobs);
+        walk.job = jobs.count - 2;
+        walk.round = walk.last = 0;
+        if (walk.next(jobs, groups)) {
+            near_first = walk.round / walk.each;
+            const int group = near_first + threadIdx.x;
+            if ((int)threadIdx.x < NEAR_GROUPS && group < groups && group <= (walk.last - 1) / walk.each) {
+                const int* of = jobs.groups + 4 + 4 * group;
+                near[threadIdx.x] = {(const U4*)final_job.table[of[0] * 4 + final_job.which * 2], (const float*)final_job.table[of[0] * 4 + final_job.which * 2 + 1], of[1], of[2]};
+            }
+        }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (; primed < RING_STEPS - 1; ++primed) feeder.step(jobs, groups, near, near_first, room.ring + primed * STEP_BYTES, warp, lane);
+    Walk walk;
+    walk.begin(jobs);
+    int slot = 0;
+    Loaded loaded = {nullptr, 0, 0, 0, 0};
+#pragma unroll 1
+    while (walk.next(jobs, groups)) {
+        const int count = jobs.job[walk.job].table ? near[walk.round / walk.each - near_first].count : jobs.rows;
+        if (NT > 1 && count <= 4) round_of_format<1>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
+        else if (NT > 2 && count <= 8) round_of_format<2>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
+        else round_of_format<NT>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
+    }
+    copies_wait<0>();
 }
 #if !defined(ONLY) || ONLY == 4
-KERNEL __launch_bounds__(256, 3) gemv_4(const __grid_constant__ Jobs jobs) { gemv_block<1, 1>(jobs); }
+KERNEL __launch_bounds__(256, 2) gemv_4(const __grid_constant__ Jobs jobs) { gemv_block<1>(jobs); }
 #endif
 #if !defined(ONLY) || ONLY == 8
-KERNEL __launch_bounds__(256, 2) gemv_8(const __grid_constant__ Jobs jobs) { gemv_block<2, 1>(jobs); }
+KERNEL __launch_bounds__(256, 1) gemv_8(const __grid_constant__ Jobs jobs) { gemv_block<2>(jobs); }
 #endif
 #if !defined(ONLY) || ONLY == 16
-KERNEL __launch_bounds__(256, 2) gemv_16(const __grid_constant__ Jobs jobs) { gemv_block<4, 1>(jobs); }
+KERNEL __launch_bounds__(256, 1) gemv_16(const __grid_constant__ Jobs jobs) { gemv_block<4>(jobs); }
 #endif

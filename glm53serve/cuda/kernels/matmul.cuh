@@ -34,9 +34,10 @@ struct Job {
     int first_block;
     int token_tiles;    // gemm: the most tiles of tokens there can be
     float limit;
-    int repeat;         // gemv: rounds of a block
+    int cost;           // gemv: of a round, in steps of a warp
 };
-struct Jobs { int count, rows; const int* list; const int* groups; int top_k, pad; Job job[6]; };
+// static_cost: of the rounds of all whole matrices (gemv; those of experts are the last job); x_bytes: shared memory for activations.
+struct Jobs { int count, rows; const int* list; const int* groups; int top_k, static_cost, x_bytes, pad; Job job[6]; };
 
 struct Piece4 { U4 p[4]; };
 

@@ -183,6 +183,11 @@ static inline void mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
         c[i] += sum;
     }
 }
+static inline void mma_first(float* c, const unsigned* a, unsigned b0, unsigned b1) {
+    for (int i = 0; i < 4; ++i) c[i] = 0.0f;
+    mma(c, a, b0, b1);
+}
+static inline void ask_into_l2(const void*, unsigned) {}
 template <int TOKENS> static inline void warpgroup_mma_any(float (*c)[4], const unsigned* a, const unsigned short* tile, int step) {
     Warp& w = *self->warp;
     const int side = w.turn & 1, g = self->lane >> 2, t = self->lane & 3;
@@ -204,6 +209,30 @@ template <int TOKENS> static inline void warpgroup_mma_any(float (*c)[4], const 
 }
 static inline void warpgroup_mma(float (*c)[4], const unsigned* a, const unsigned short* tile, int step) { warpgroup_mma_any<128>(c, a, tile, step); }
 static inline void warpgroup_mma_256(float (*c)[4], const unsigned* a, const unsigned short* tile, int step) { warpgroup_mma_any<256>(c, a, tile, step); }
+static inline float swizzled(const unsigned short* tile, int row, int column) { return __uint_as_float((unsigned)tile[row * 64 + ((column >> 3) ^ (row & 7)) * 8 + (column & 7)] << 16); }
+static inline void warpgroup_scores(float (*d)[4], const unsigned short* a_tile, const unsigned short* b_tile, int step) {
+    const int g = self->lane >> 2, t = self->lane & 3, warp = (self->thread.x >> 5) & 3;
+    if (((uintptr_t)a_tile | (uintptr_t)b_tile) & 1023) { fprintf(stderr, "emulator: a swizzled tile must start at 1,024 bytes\n"); abort(); }
+    for (int n = 0; n < 4; ++n)
+        for (int i = 0; i < 4; ++i) {
+            float sum = 0.0f;
+            for (int k = 16 * step; k < 16 * step + 16; ++k) sum += swizzled(a_tile, 16 * warp + g + (i >> 1) * 8, k) * swizzled(b_tile, 8 * n + 2 * t + (i & 1), k);
+            d[n][i] += sum;
+        }
+}
+static inline void warpgroup_mix(float (*c)[4], const unsigned* a, const unsigned short* tile, int step) {
+    Warp& w = *self->warp;
+    const int side = w.turn & 1, g = self->lane >> 2, t = self->lane & 3;
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 2; ++j) w.a[side][g + (i & 1) * 8][2 * t + (i >> 1) * 8 + j] = __uint_as_float(j ? a[i] & 0xffff0000u : a[i] << 16);
+    warp_wait();
+    for (int n = 0; n < 8; ++n)
+        for (int i = 0; i < 4; ++i) {
+            float sum = 0.0f;
+            for (int k = 0; k < 16; ++k) sum += w.a[side][g + (i >> 1) * 8][k] * swizzled(tile, 16 * step + k, 8 * n + 2 * t + (i & 1));
+            c[n][i] += sum;
+        }
+}
 static inline void warpgroup_begin() {}
 static inline void warpgroup_commit() {}
 static inline void warpgroup_wait() {}
