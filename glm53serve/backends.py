@@ -88,7 +88,7 @@ def _cuda(request: Request) -> Chosen:
     if find_spec("cupy") is None:
         raise NothingThere("CUDA: the package cupy is not installed (install glm53serve[cuda])")
     from glm53serve.cuda.backend import load_backend
-    from glm53serve.cuda.cupy_runtime import CudaUnavailable
+    from glm53serve.cuda.cupy_runtime import CudaUnavailable, CudaUnsupported
     from glm53serve.cuda.decode import decode_loop
 
     settings = request.settings
@@ -105,10 +105,10 @@ def _cuda(request: Request) -> Chosen:
             note=request.note,
             progress=request.progress,
         )
+    except (CudaUnsupported, MemoryError, ValueError) as error:
+        raise BackendUnavailable(f"CUDA: {error}") from error
     except CudaUnavailable as error:
         raise NothingThere(f"CUDA: {error}") from error
-    except (MemoryError, ValueError) as error:
-        raise BackendUnavailable(f"CUDA: {error}") from error
     return Chosen([backend.layers], backend.head, decode_loop(backend.decoder), backend.head)
 
 

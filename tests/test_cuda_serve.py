@@ -267,3 +267,21 @@ def test_an_engine_goes_on_without_its_device(on_cuda: Callable[..., tuple[Engin
     assert engine.network is None and engine.ahead is None and engine.slots[0].filled == 0
     rows = engine.forward_prefill(engine.slots[0], data.prompt.tolist(), all_rows=True).rows
     assert rows is not None and np.abs(rows - data.logits[: len(rows)]).max() <= 2e-3 * np.abs(data.logits).max()
+
+
+def test_a_gpu_that_cannot_run_the_kernels_is_said_by_auto_and_ends_a_wish_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = backends.find_spec
+    monkeypatch.setattr(backends, "find_spec", lambda name: {"cupy": True, "vulkan": None}.get(name, found(name)))
+
+    def old(_sizes: Mapping[str, int]) -> Device:
+        raise cupy_runtime.CudaUnsupported(cupy_runtime.refusal("NVIDIA A100", 8, 0))
+
+    monkeypatch.setattr(cupy_runtime, "CupyDevice", old)
+    checkpoint = open_checkpoint(chosen().directory)
+    settings = Settings.from_environ({"OMP_NUM_THREADS": "1"})
+    notes: list[str] = []
+    engine, _, _ = load._engine(checkpoint, settings, 1, "auto", 0, Faults(), notes.append, None)
+    assert engine.network is None
+    assert notes == [f"CUDA: {cupy_runtime.refusal('NVIDIA A100', 8, 0)}; going on without"]
+    with pytest.raises(BackendUnavailable, match=r"the kernels need 9\.0"):
+        load._engine(checkpoint, settings, 1, "cuda", 0, Faults(), notes.append, None)

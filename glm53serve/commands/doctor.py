@@ -82,6 +82,8 @@ def _cuda() -> list[str]:
         return ["the package cupy is not installed (pip install 'glm53serve[cuda]')"]
     import cupy
 
+    from glm53serve.cuda.cupy_runtime import refusal
+
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -92,7 +94,9 @@ def _cuda() -> list[str]:
         with cupy.cuda.Device(number):
             free, total = cupy.cuda.runtime.memGetInfo()
         name = properties["name"].decode()
-        lines.append(f"{number}: {name}, compute {properties['major']}.{properties['minor']}, {size(total)}, {size(free)} free")
+        capability = properties["major"], properties["minor"]
+        usable = "" if refusal(name, *capability) is None else " (the kernels need 9.0)"
+        lines.append(f"{number}: {name}, compute {capability[0]}.{capability[1]}{usable}, {size(total)}, {size(free)} free")
     return lines
 
 

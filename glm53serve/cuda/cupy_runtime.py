@@ -25,6 +25,21 @@ class CudaUnavailable(RuntimeError):
     """There is no usable NVIDIA GPU, or a package is missing; the message says which."""
 
 
+class CudaUnsupported(CudaUnavailable):
+    """There is a GPU, and the kernels cannot run on it; the message says what was found and what is needed."""
+
+
+def refusal(name: str, major: int, minor: int) -> str | None:
+    """Why a GPU of this compute capability cannot run the kernels; None when it can.
+
+    Only 9.0 has the warpgroup products (wgmma) that prompts of wide models run on: newer architectures left them out again. Older ones also lack the
+    copy engine that feeds them, dependent launches and bf16 subtraction.
+    """
+    if (major, minor) == (9, 0):
+        return None
+    return f"{name} has compute capability {major}.{minor}; the kernels need 9.0 (H100, H200, GH200), for its warpgroup products (wgmma)"
+
+
 def _modules() -> tuple[Any, Any]:
     try:
         import cupy
@@ -112,11 +127,10 @@ class CupyDevice:
         self.runtime = self.cupy.cuda.runtime
         self.runtime.setDevice(index)
         properties = self.runtime.getDeviceProperties(index)
-        if properties["major"] < 9:
-            found = f"{properties['major']}.{properties['minor']}"
-            raise CudaUnavailable(f"{properties['name'].decode()}: compute capability 9.0 or later is needed, this is {found}")
         self.name = properties["name"].decode()
-        self.major, self.minor = int(properties["major"]), int(properties["minor"])
+        why = refusal(self.name, int(properties["major"]), int(properties["minor"]))
+        if why is not None:
+            raise CudaUnsupported(why)
         self.runtime.free(0)  # the context, before the driver API is used
         self.stream = self.cupy.cuda.Stream(non_blocking=True)
         self._stream = self.driver.CUstream(self.stream.ptr)
@@ -150,7 +164,7 @@ class CupyDevice:
         """Machine code of a source, from the user's cache when it was compiled before."""
         from cuda.bindings import nvrtc
 
-        options = [b"--gpu-architecture=sm_90a" if self.major == 9 else f"--gpu-architecture=sm_{self.major}{self.minor}".encode(), b"-std=c++17"]
+        options = [b"--gpu-architecture=sm_90a", b"-std=c++17"]
         options += [f"-D{key}={value}".encode() for key, value in sorted(sizes.items())]
         version = str(nvrtc.nvrtcVersion()).encode()
         digest = hashlib.sha256(b"\0".join([text.encode(), version, *options])).hexdigest()
@@ -162,7 +176,7 @@ class CupyDevice:
         if failed:
             log = b" " * int(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise CudaUnavailable(f"kernels {name}: {log.decode(errors='replace')[:2000]}")
+            raise CudaUnsupported(f"kernels {name}: {log.decode(errors='replace')[:2000]}")
         cubin = b" " * int(_checked(nvrtc.nvrtcGetCUBINSize(program)))
         _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
         stored.parent.mkdir(parents=True, exist_ok=True)
