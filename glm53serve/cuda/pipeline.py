@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 
 from glm53serve.cuda.model import DeviceLayer, DeviceModel, DsaOnDevice, FfnOnDevice, KdaOnDevice, MoeOnDevice, Site, head_width
 from glm53serve.cuda.products import MAP_PAIR, MAP_SORTED, MAP_TOKEN, ExpertGroups, product, run_products, skinny_columns
-from glm53serve.cuda.runtime import MAX_ROWS, Argument, Buffer, Device, Job, Pointer, Returned
+from glm53serve.cuda.runtime import MAX_ROWS, Argument, Buffer, Device, Job, Pointer, Returned, kda_in_chunks
 from glm53serve.cuda.scratch import DECODE_SPLIT, Scratch, SplitRows
 from glm53serve.cuda.state import SlotStates
 from glm53serve.model.config import FULL
 
 PROMPT_COLUMNS, PROMPT_ROWS = 128, 64
 """Columns and rows of a block of `site_open_prompt`."""
+LEAST_GATE = -5.0
+"""Decays of at least exp of this a token let sixteen of them be divided by."""
 Border = Callable[[int], None]
 """Called between segments of a pass with the layer number; may raise to stop the pass."""
 
@@ -137,21 +139,30 @@ class Pipeline:
         ]
         self._products(rows, jobs)
         self._products(rows, [product(w.f_b, s.split["f_a"], plain["z"], p), product(w.g_b, s.split["g_a"], plain["gate"], p)])
-        threads = -(-d // 32) * 32
         stride, window = ctypes.c_int64(st.stride), ctypes.c_int64(st.window_at[index])
-        bounded = c.gate_lower_bound is not None
-        self.device.launch(
-            "kda_prepare", (heads, rows), threads,
-            [plain["raw"], 3 * p, plain["beta_raw"], heads, plain["z"], at.slot, at.first, st.block, stride, window, w.taps, w.dt_bias, w.a_log, int(bounded),
-             float(c.gate_lower_bound or 0.0), plain["q"], plain["k"], plain["v"], plain["decay"], plain["beta"], plain["qk"]],
-        )  # fmt: skip
-        self.device.launch(
-            "kda_scan", (-(-d // 32), heads, spans), 256,
-            [plain["q"], plain["k"], plain["v"], plain["decay"], plain["beta"], plain["qk"], plain["raw"], 3 * p, at.spans, at.live, st.block, stride,
-             ctypes.c_int64(st.s_at[index]), window, plain["o"]],
-        )  # fmt: skip
+        bound = c.gate_lower_bound
+        state: list[Argument] = [at.spans, at.live, st.block, stride, ctypes.c_int64(st.s_at[index]), window, plain["o"]]
+        prepared: list[Argument] = [plain[name] for name in ("q", "k", "v", "decay", "beta", "qk")]
         a = s.split["a"]
-        self.device.launch("kda_finish", (heads, rows), threads, [plain["o"], plain["gate"], w.norm, c.rms_norm_eps, a.high, self._lower(a), a.ld])
+        if not self._low and kda_in_chunks(d) and bound is not None and bound >= LEAST_GATE:
+            by_eight = -(-heads // 8)
+            self.device.launch(
+                "kda_prepare_prompt", (by_eight, -(-rows // 8)), 256,
+                [plain["raw"], 3 * p, plain["beta_raw"], heads, plain["z"], rows, heads, at.slot, at.first, st.block, stride, window, w.taps, w.dt_bias, w.a_log,
+                 float(bound), *prepared],
+            )  # fmt: skip
+            chunk_bytes = 4 * 2 * 16 * (d + 8) * 2 + 2 * 2 * 16 * 24 * 2 + 4 * (d + 16 * 17 + 16)
+            self.device.launch("kda_chunks", (-(-d // 64), heads, spans), 256, [*prepared[:5], plain["raw"], 3 * p, *state], 2 * chunk_bytes)
+            self.device.launch("kda_finish_prompt", (by_eight, rows), 256, [plain["o"], plain["gate"], w.norm, c.rms_norm_eps, heads, a.high, a.ld])
+        else:
+            threads = -(-d // 32) * 32
+            self.device.launch(
+                "kda_prepare", (heads, rows), threads,
+                [plain["raw"], 3 * p, plain["beta_raw"], heads, plain["z"], at.slot, at.first, st.block, stride, window, w.taps, w.dt_bias, w.a_log,
+                 int(bound is not None), float(bound or 0.0), *prepared],
+            )  # fmt: skip
+            self.device.launch("kda_scan", (-(-d // 32), heads, spans), 256, [*prepared, plain["raw"], 3 * p, *state])
+            self.device.launch("kda_finish", (heads, rows), threads, [plain["o"], plain["gate"], w.norm, c.rms_norm_eps, a.high, self._lower(a), a.ld])
         self._products(rows, [product(w.out, a, plain["y"], c.hidden_size)])
         return Returned(y=plain["y"].address)
 
@@ -222,18 +233,25 @@ class Pipeline:
         few = rows <= MAX_ROWS
         width, ld = head_width(c), absorbed.ld
         self._products_for(here, rows, [product(w.absorb, heads_q, split=absorbed, ldy=c.num_heads * ld, x_stride=width, y_stride=ld, x_at=first)])
-        exact = few or self.exact
-        head_tiles = 4 if c.num_heads > 32 else 2 if c.num_heads > 16 else 1
-        splits, per_split = (s.splits, DECODE_SPLIT) if few else (1, s.selection)
-        latent, parts, heads = -(-c.kv_lora_rank // 64) * 64, 2 if exact else 1, head_tiles * 16
-        shared = 2 * (parts * heads * (latent + 48) + 64 * (latent + 8)) + 4 * heads * 36
-        self.device.launch(
-            "attend_exact" if exact else "attend_fast", (splits, here, -(-c.num_heads // heads)), 256,
-            [absorbed.high, absorbed.low, ld, c.qk_head_dim**-0.5, at.slot, rows_table, c.kv_lora_rank, plain["selected"], s.selection,
-             plain["selected_count"], first,
-             per_split, attended.high, self._lower(attended), ld, plain["splits"] if few else None],
-            shared,
-        )  # fmt: skip
+        latent = -(-c.kv_lora_rank // 64) * 64
+        if few or self.exact:
+            heads = (4 if c.num_heads > 32 else 2 if c.num_heads > 16 else 1) * 16
+            splits, per_split = (s.splits, DECODE_SPLIT) if few else (1, s.selection)
+            shared = 2 * (2 * heads * (latent + 48) + 64 * (latent + 8)) + 4 * heads * 36
+            self.device.launch(
+                "attend_exact", (splits, here, -(-c.num_heads // heads)), 256,
+                [absorbed.high, absorbed.low, ld, c.qk_head_dim**-0.5, at.slot, rows_table, c.kv_lora_rank, plain["selected"], s.selection,
+                 plain["selected_count"], first,
+                 per_split, attended.high, self._lower(attended), ld, plain["splits"] if few else None],
+                shared,
+            )  # fmt: skip
+        else:
+            self.device.launch(
+                "attend_prompt", (here, -(-c.num_heads // 64)), 256,
+                [absorbed.high, ld, c.qk_head_dim**-0.5, at.slot, rows_table, c.kv_lora_rank, plain["selected"], s.selection, plain["selected_count"], first,
+                 attended.high, ld],
+                1024 + 3 * 128 * latent + 2 * 64 * 72,
+            )  # fmt: skip
         if few:
             arguments: list[Argument] = [plain["splits"], splits, per_split, plain["selected_count"], first, c.kv_lora_rank, attended.high, attended.low, ld]
             self.device.launch("attend_join", (c.num_heads, here), 512, arguments)

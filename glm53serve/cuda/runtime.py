@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 KERNEL_DIR = Path(__file__).parent / "kernels"
-SOURCES = ("gemv", "gemm", "hyper", "kda", "dsa", "attention", "attention_prompt", "moe", "sample", "step")
+SOURCES = ("gemv", "gemm", "hyper", "kda", "kda_prompt", "dsa", "attention", "attention_prompt", "moe", "sample", "step")
 MODULES = (*(("gemv", {"ONLY": rows}) for rows in (4, 8, 16)), *((name, {}) for name in SOURCES[1:]))
 """What is compiled side by side: a source and its own defines."""
+HEADERS = {"matmul.cuh": ("gemv", "gemm"), "kda.cuh": ("kda", "kda_prompt")}
+"""Parts that several sources share, beside common.cuh."""
 MAX_ROWS = 16
 BUCKETS = (1, 2, 4, 8, 16)
 FORMAT_CODES = {"f32": 0, "bf16": 1, "fp8": 2, "int8": 3, "int4": 4}
@@ -243,13 +245,22 @@ class Returned(ctypes.Structure):
     _fields_ = (("y", ctypes.c_void_p), ("pairs", ctypes.c_void_p), ("ids", ctypes.c_void_p), ("weights", ctypes.c_void_p), ("top_k", ctypes.c_int))
 
 
+def kda_in_chunks(head_dim: int) -> bool:
+    """Heads of this size have the kernels of kda_prompt.cu."""
+    return head_dim % 16 == 0 and head_dim <= 128
+
+
 def kernel_source(name: str) -> str:
     """The text of a kernel file with the shared parts in front."""
-    parts = ["common.cuh", *(["matmul.cuh"] if name in ("gemv", "gemm") else []), f"{name}.cu"]
-    return "".join((KERNEL_DIR / part).read_text() for part in parts)
+    own = [part for part, users in HEADERS.items() if name in users]
+    return "".join((KERNEL_DIR / part).read_text() for part in ("common.cuh", *own, f"{name}.cu"))
 
 
 def kernel_names(text: str, sizes: Mapping[str, int]) -> list[str]:
     """Kernels in a source compiled for these sizes."""
-    left_out = {"gemm_long", "attend_prompt"} if sizes.get("EXACT") else set()
+    left_out: set[str] = set()
+    if sizes.get("EXACT"):
+        left_out |= {"gemm_long", "attend_prompt"}
+    if sizes.get("EXACT") or not kda_in_chunks(sizes["KDA_D"]):
+        left_out |= {"kda_prepare_prompt", "kda_chunks", "kda_finish_prompt"}
     return sorted(set(re.findall(r"^KERNEL (?:__launch_bounds__\([^)]*\) )?(\w+)\(", text, re.M)) - left_out)

@@ -151,16 +151,7 @@ KERNEL __launch_bounds__(256) kda_scan(const float* q, const float* k, const flo
             int i = 32 * m + 4 * part + e;
             if (i < KDA_D && column < KDA_D) S[(long)i * KDA_D + column] = s[m][e];
         }
-    if (blockIdx.x == 0) {  // the window: rows move up by `count`, oldest first, so a short span may do it in place
-        float* window = state + slot * slot_stride + window_at;
-        for (int at = threadIdx.x; at < 3 * KDA_D; at += 256) {
-            const long channel = (long)(at / KDA_D) * P + head * KDA_D + at % KDA_D;
-            for (int m = 0; m < CONV - 1; ++m) {
-                const int from = count - (CONV - 1) + m;
-                window[(long)m * 3 * P + channel] = from >= 0 ? raw[(long)(first + from) * ld + channel] : window[(long)(m + count) * 3 * P + channel];
-            }
-        }
-    }
+    if (blockIdx.x == 0) keep_window(state + slot * slot_stride + window_at, raw, ld, first, count, head, P);
 }
 
 // a = rms(o per head) * sigmoid(gate), split, [T][ldx] (model spec 4.3). grid (heads, T), PADDED_D threads.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glm53serve.cuda.runtime import KERNEL_DIR, SOURCES, Argument, Buffer, HostBuffer, Pointer, TensorMap, kernel_names, pack_arguments
+from glm53serve.cuda.runtime import HEADERS, KERNEL_DIR, SOURCES, Argument, Buffer, HostBuffer, Pointer, TensorMap, kernel_names, pack_arguments
 
 HERE = Path(__file__).parent
 
@@ -26,7 +26,7 @@ def compiler() -> str | None:
 
 def build(defines: Mapping[str, int]) -> Path:
     """Compile all kernels with these sizes into a shared library, once for each text and sizes."""
-    common = (KERNEL_DIR / "common.cuh").read_text() + (KERNEL_DIR / "matmul.cuh").read_text()
+    common = "".join((KERNEL_DIR / part).read_text() for part in ("common.cuh", *HEADERS))
     body = "".join((KERNEL_DIR / f"{name}.cu").read_text() for name in SOURCES)
     names = kernel_names(body, defines)
     calls = "".join(f'extern "C" void call_{name}(void** p) {{ call_kernel({name}, p); }}\n' for name in names)
