@@ -144,7 +144,14 @@ class Pipeline:
         state: list[Argument] = [at.spans, at.live, st.block, stride, ctypes.c_int64(st.s_at[index]), window, plain["o"]]
         prepared: list[Argument] = [plain[name] for name in ("q", "k", "v", "decay", "beta", "qk")]
         a = s.split["a"]
-        if not self._low and kda_in_chunks(d) and bound is not None and bound >= LEAST_GATE:
+        if rows == spans and rows <= MAX_ROWS:
+            self.device.launch(
+                "kda_step", (heads, rows), 256 if d <= 128 else 512,
+                [plain["raw"], 3 * p, plain["beta_raw"], heads, plain["z"], plain["gate"], at.slot, at.live, st.block, stride,
+                 ctypes.c_int64(st.s_at[index]), window, w.taps, w.dt_bias, w.a_log, int(bound is not None), float(bound or 0.0),
+                 w.norm, c.rms_norm_eps, a.high, self._lower(a), a.ld],
+            )  # fmt: skip
+        elif not self._low and kda_in_chunks(d) and bound is not None and bound >= LEAST_GATE:
             by_eight = -(-heads // 8)
             self.device.launch(
                 "kda_prepare_prompt", (by_eight, -(-rows // 8)), 256,
@@ -230,19 +237,18 @@ class Pipeline:
     def _attend(self, here: int, first: int, rows: int, w: DsaOnDevice, at: RowArrays, rows_table: Pointer | None) -> None:
         c, s = self.config, self.scratch
         plain, absorbed, attended, heads_q = s.plain, s.split["absorbed"], s.split["attended"], s.split["heads_q"]
-        few = rows <= MAX_ROWS
         width, ld = head_width(c), absorbed.ld
         self._products_for(here, rows, [product(w.absorb, heads_q, split=absorbed, ldy=c.num_heads * ld, x_stride=width, y_stride=ld, x_at=first)])
         latent = -(-c.kv_lora_rank // 64) * 64
-        if few or self.exact:
+        if rows <= MAX_ROWS:
+            self._attend_few(rows, at, rows_table)
+        elif self.exact:
             heads = (4 if c.num_heads > 32 else 2 if c.num_heads > 16 else 1) * 16
-            splits, per_split = (s.splits, DECODE_SPLIT) if few else (1, s.selection)
             shared = 2 * (2 * heads * (latent + 48) + 64 * (latent + 8)) + 4 * heads * 36
             self.device.launch(
-                "attend_exact", (splits, here, -(-c.num_heads // heads)), 256,
+                "attend_exact", (1, here, -(-c.num_heads // heads)), 256,
                 [absorbed.high, absorbed.low, ld, c.qk_head_dim**-0.5, at.slot, rows_table, c.kv_lora_rank, plain["selected"], s.selection,
-                 plain["selected_count"], first,
-                 per_split, attended.high, self._lower(attended), ld, plain["splits"] if few else None],
+                 plain["selected_count"], first, s.selection, attended.high, self._lower(attended), ld, None],
                 shared,
             )  # fmt: skip
         else:
@@ -252,11 +258,22 @@ class Pipeline:
                  attended.high, ld],
                 1024 + 3 * 128 * latent + 2 * 64 * 72,
             )  # fmt: skip
-        if few:
-            arguments: list[Argument] = [plain["splits"], splits, per_split, plain["selected_count"], first, c.kv_lora_rank, attended.high, attended.low, ld]
-            self.device.launch("attend_join", (c.num_heads, here), 512, arguments)
         job = product(w.value, attended, split=self._split("heads_o"), x_stride=ld, y_stride=c.v_head_dim, split_at=first, ldx=c.num_heads * ld)
         self._products_for(here, rows, [job])
+
+    def _attend_few(self, rows: int, at: RowArrays, rows_table: Pointer | None) -> None:
+        """Attention of up to MAX_ROWS rows: blocks of 16 heads and a part of the selection, then the parts together."""
+        c, s = self.config, self.scratch
+        plain, absorbed, attended = s.plain, s.split["absorbed"], s.split["attended"]
+        latent = -(-c.kv_lora_rank // 64) * 64
+        self.device.launch(
+            "attend_few", (s.splits, rows, -(-c.num_heads // 16)), 256,
+            [absorbed.high, absorbed.low, absorbed.ld, c.qk_head_dim**-0.5, at.slot, rows_table, c.kv_lora_rank, plain["selected"], s.selection,
+             plain["selected_count"], DECODE_SPLIT, plain["splits"]],
+            2 * 96 * (latent + 8) + 2 * 32 * 40 + 4 * (4 * 16 * 33 + 48),
+        )  # fmt: skip
+        join = plain["splits"], s.splits, DECODE_SPLIT, plain["selected_count"], 0, c.kv_lora_rank
+        self.device.launch("attend_join", (c.num_heads, rows), 512, [*join, attended.high, attended.low, attended.ld])
 
     def _products_for(self, here: int, rows: int, jobs: list[Job]) -> None:
         """Products of a row group; a last group of few rows goes the way of the pass it belongs to."""
@@ -283,18 +300,18 @@ class Pipeline:
         if w.shared:
             jobs.append(product(w.shared.gate_up, x, split=self._split("shared_h"), swiglu=c.swiglu_limit))
         self._products(rows, jobs)
-        counts = plain["counts"].at(4 * held * e)
-        self.device.launch(
-            "route", (rows,), 256,
-            [plain["router"], e, w.bias, e, k, c.n_group, c.topk_group, int(c.norm_topk_prob), c.routed_scaling_factor, at.slot, at.live,
-             plain["ids"], plain["weights"],
-             counts, self.uses.at(4 * held * e), ctypes.c_int64(self.use_stride)],
-            4 * (2 * e + c.n_group),
-        )  # fmt: skip
-        few = rows <= MAX_ROWS
-        tile = skinny_columns(rows) if few else self.token_tile
-        most = min(rows * k, e) if few else min(rows * k, rows * k // tile + min(e, rows * k))
-        self.device.launch("moe_list", (e,), 256, [plain["ids"], rows * k, counts, e, tile, plain["list"], plain["groups"]])
+        router: list[Argument] = [plain["router"], e, w.bias, e, k, c.n_group, c.topk_group, int(c.norm_topk_prob), c.routed_scaling_factor, at.slot, at.live]
+        uses: tuple[Argument, Argument] = self.uses.at(4 * held * e), ctypes.c_int64(self.use_stride)
+        ids, weights, pairs, groups = (plain[name] for name in ("ids", "weights", "list", "groups"))
+        room = 4 * (2 * e + c.n_group + 32)
+        if rows <= MAX_ROWS:
+            most = min(rows * k, e)
+            self.device.launch("route_few", (1,), 512, [*router, rows, skinny_columns(rows), ids, weights, pairs, groups, *uses], rows * room)
+        else:
+            counts = plain["counts"].at(4 * held * e)
+            most = min(rows * k, rows * k // self.token_tile + min(e, rows * k))
+            self.device.launch("route", (rows,), 256, [*router, ids, weights, counts, *uses], room)
+            self.device.launch("moe_list", (e,), 256, [ids, rows * k, counts, e, self.token_tile, pairs, groups])
         experts = ExpertGroups(plain["list"], plain["groups"], k, most)
         h = s.split["expert_h"]
         chosen, order = x, MAP_TOKEN

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 KERNEL_DIR = Path(__file__).parent / "kernels"
-SOURCES = ("gemv", "gemm", "hyper", "kda", "kda_prompt", "dsa", "attention", "attention_prompt", "moe", "sample", "step")
+SOURCES = ("gemv", "gemm", "hyper", "kda", "kda_prompt", "dsa", "attention", "attention_prompt", "attention_few", "moe", "sample", "step")
 MODULES = (*(("gemv", {"ONLY": rows}) for rows in (4, 8, 16)), *((name, {}) for name in SOURCES[1:]))
 """What is compiled side by side: a source and its own defines."""
 HEADERS = {"matmul.cuh": ("gemv", "gemm"), "kda.cuh": ("kda", "kda_prompt")}

@@ -9,7 +9,7 @@ from glm53serve.cuda.runtime import MAX_ROWS, Buffer, Device, Pointer
 from glm53serve.model.config import DSA, KDA, SPARSE, ModelConfig
 
 SLACK = 1024
-DECODE_SPLIT = 32
+DECODE_SPLIT = 64
 """Selected tokens one block attends in a pass of few rows."""
 GROUP_ROWS = 512
 """Rows that attend together in a pass of many rows; between groups the pass may stop."""
@@ -94,7 +94,7 @@ class Scratch:
     @property
     def chunks(self) -> int:
         """Column blocks of an mHC site."""
-        return -(-self.config.hidden_size // 64)
+        return -(-self.config.hidden_size // 32)
 
     @property
     def group(self) -> int:

@@ -24,6 +24,8 @@ __device__ __forceinline__ U4 stream16(const U4* p) {  // read once: past L1, fi
 // Dependent launch: a kernel may start while the one before it still runs; what that one wrote is there after WAIT_BEFORE, which every kernel
 // passes before it reads or writes anything but weights.
 #define WAIT_BEFORE() do { asm volatile("griddepcontrol.wait;" ::: "memory"); asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); } while (0)
+// Where the next kernel reads nothing but weights (and what is older than two kernels) before its wait, it may start before this one has waited.
+#define LET_NEXT_START() asm volatile("griddepcontrol.launch_dependents;" ::: "memory")
 __device__ __forceinline__ u64 clock_ns() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 r;
@@ -264,6 +266,8 @@ __device__ __forceinline__ float block_sum(float v, float* room) {
     for (int w = 0; w < warps; ++w) total += room[w];
     return total;
 }
+// Unsigned numbers in the order of the floats.
+__device__ __forceinline__ u32 ordered(float v) { u32 b = __float_as_uint(v); return b & 0x80000000u ? ~b : b | 0x80000000u; }
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 __device__ __forceinline__ float clamped_swiglu(float gate, float up, float limit) { return silu(fminf(gate, limit)) * fminf(fmaxf(up, -limit), limit); }

@@ -8,6 +8,7 @@ __device__ __forceinline__ float* latents_of(const u64* rows_at, int slot) { ret
 KERNEL dsa_prepare(const float* q_latent, int Q, const float* q_norm, u16* q_high, u16* q_low, int ldq, const float* kv, int R, const float* kv_norm, float eps, float* key,
                    int DI, const float* key_norm, const float* key_bias, const int* slot, const int* position, const int* live, const u64* rows_at, const u64* narrow_rows_at) {
     __shared__ float room[32];
+    LET_NEXT_START();
     WAIT_BEFORE();
     const int row = blockIdx.x;
     float sum = 0.0f;
@@ -39,6 +40,7 @@ KERNEL dsa_prepare(const float* q_latent, int Q, const float* q_norm, u16* q_hig
 // Keys of the pools that rows complete: a softmax over the pool for each channel; older members come from the tail. grid (T), DI threads (or fewer).
 KERNEL dsa_pool(const float* key, const float* gate, int DI, int kp, const float* ape, const int* slot, const int* position, const int* first, const int* live,
                 const float* state, long slot_stride, long tail_at, const u64* pools_at) {
+    LET_NEXT_START();
     WAIT_BEFORE();
     const int row = blockIdx.x, p = position[row];
     if (!live[row] || (p + 1) % kp) return;
@@ -79,6 +81,7 @@ KERNEL __launch_bounds__(256) dsa_scores(const float* query, const float* head_w
                                          const float* gate, const int* slot, const int* position, const int* span_end, const int* live, float* state, long slot_stride,
                                          long tail_at, const u64* pools_at, float* scores, long lds) {
     DYNAMIC_SHARED(float, shared);
+    LET_NEXT_START();
     WAIT_BEFORE();
     const int row = first_row + blockIdx.y, p = position[row], pools = (p + 1) / kp, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, stride = DI + 4;
     if (!live[row]) return;
@@ -127,14 +130,13 @@ KERNEL __launch_bounds__(256) dsa_scores(const float* query, const float* head_w
     }
 }
 
-__device__ __forceinline__ u32 ordered(float v) { u32 b = __float_as_uint(v); return b & 0x80000000u ? ~b : b | 0x80000000u; }
-
 // The `keep` best pools (higher score first, then lower index) as ascending positions, then the incomplete pool. selected [T][lds_selected], count [T].
 // grid (rows), 256 threads.
 KERNEL __launch_bounds__(256) dsa_select(const float* scores, long lds, int kp, int keep, int first_row, const int* position, const int* live, int* selected, int ld, int* count) {
     __shared__ int histogram[256];
     __shared__ int found[2];
     __shared__ int warp_above[8], warp_equal[8];
+    LET_NEXT_START();
     WAIT_BEFORE();
     const int row = first_row + blockIdx.x, p = position[row], pools = (p + 1) / kp, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int* to = selected + (long)row * ld;

@@ -1,7 +1,7 @@
 // The residual streams: embedding rows, hyper-connection sites (model spec 3), the final norm (model spec 7.1).
 
 #define OUTS ((2 + HC) * HC)
-#define SITE_COLUMNS 64
+#define SITE_COLUMNS 32
 #define SITE_TOKENS 8
 #define COEFFICIENTS (HC + HC * HC)  // post [HC], then mix [HC][HC]
 
@@ -32,62 +32,60 @@ __device__ __forceinline__ float returned(const Returned& from, int row, int col
     return v;
 }
 
-// First half of a site: the streams take the last half's result (mixed != 0), then partial sums of the projection over 64 columns of every stream.
+// First half of a site: the streams take the last half's result (mixed != 0), then partial sums of the projection over 32 columns of every stream.
 // X [T][HC][H] in place; coefficients [T][COEFFICIENTS] of the last site; fn [OUTS][HC*H] or null (mix only);
-// partial [T][gridDim.x][OUTS + 1], the last is the sum of squares. grid (H / 64, T / 8), 256 threads.
+// partial [T][gridDim.x][OUTS + 1], the last is the sum of squares. grid (H / 32, T / 8), 256 threads: one a token and column.
 KERNEL __launch_bounds__(256) site_open(float* X, int T, int H, int mixed, const float* coefficients, const Returned from, const float* fn, float* partial) {
     __shared__ __align__(16) float x[SITE_TOKENS][HC * SITE_COLUMNS + 4];
     __shared__ __align__(16) float f[OUTS][HC * SITE_COLUMNS + 4];
-    const int c = threadIdx.x & 63, column = blockIdx.x * SITE_COLUMNS + c, first = blockIdx.y * SITE_TOKENS;
+    LET_NEXT_START();
+    const int c = threadIdx.x & 31, token = threadIdx.x >> 5, column = blockIdx.x * SITE_COLUMNS + c, row = blockIdx.y * SITE_TOKENS + token;
     if (fn)
-#pragma unroll 8
-        for (int at = threadIdx.x; at < OUTS * HC * SITE_COLUMNS; at += 256) {
-            const int o = at / (HC * SITE_COLUMNS), rest = at % (HC * SITE_COLUMNS), j = rest / SITE_COLUMNS, cc = blockIdx.x * SITE_COLUMNS + rest % SITE_COLUMNS;
-            f[o][rest] = cc < H ? fn[((long)o * HC + j) * H + cc] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < (OUTS * HC * SITE_COLUMNS + 255) / 256; ++i) {
+            const int at = 256 * i + threadIdx.x, o = at / (HC * SITE_COLUMNS), rest = at % (HC * SITE_COLUMNS), j = rest / SITE_COLUMNS;
+            if (o < OUTS) f[o][rest] = column < H ? fn[((long)o * HC + j) * H + column] : 0.0f;
         }
     if (!mixed) WAIT_BEFORE();  // else the streams are older than the kernel before; only what it returned is not
-    for (int i = threadIdx.x >> 6; i < SITE_TOKENS; i += 4) {
-        const int row = first + i;
-        float v[HC];
+    const bool there = row < T && column < H;
+    float v[HC];
 #pragma unroll
-        for (int j = 0; j < HC; ++j) v[j] = 0.0f;
-        if (row < T && column < H) {
+    for (int j = 0; j < HC; ++j) v[j] = there ? X[((long)row * HC + j) * H + column] : 0.0f;
+    if (mixed && there) {
+        const float* q = coefficients + (long)row * COEFFICIENTS;
+        float by[COEFFICIENTS];
 #pragma unroll
-            for (int j = 0; j < HC; ++j) v[j] = X[((long)row * HC + j) * H + column];
-            if (mixed) {
-                const float* q = coefficients + (long)row * COEFFICIENTS;
-                WAIT_BEFORE();
-                const float y = returned(from, row, column, H);
-                float mixed_value[HC];
+        for (int i = 0; i < COEFFICIENTS; ++i) by[i] = q[i];
+        WAIT_BEFORE();
+        const float y = returned(from, row, column, H);
+        float mixed_value[HC];
 #pragma unroll
-                for (int k = 0; k < HC; ++k) {
-                    float sum = q[k] * y;
+        for (int k = 0; k < HC; ++k) {
+            float sum = by[k] * y;
 #pragma unroll
-                    for (int j = 0; j < HC; ++j) sum += q[HC + j * HC + k] * v[j];
-                    mixed_value[k] = sum;
-                }
-#pragma unroll
-                for (int k = 0; k < HC; ++k) {
-                    v[k] = mixed_value[k];
-                    X[((long)row * HC + k) * H + column] = v[k];
-                }
-            }
+            for (int j = 0; j < HC; ++j) sum += by[HC + j * HC + k] * v[j];
+            mixed_value[k] = sum;
         }
 #pragma unroll
-        for (int j = 0; j < HC; ++j) x[i][j * SITE_COLUMNS + c] = v[j];
+        for (int k = 0; k < HC; ++k) {
+            v[k] = mixed_value[k];
+            X[((long)row * HC + k) * H + column] = v[k];
+        }
     }
+#pragma unroll
+    for (int j = 0; j < HC; ++j) x[token][j * SITE_COLUMNS + c] = v[j];
     WAIT_BEFORE();
     if (!fn) return;
     __syncthreads();
-    const int token = threadIdx.x >> 5, o = threadIdx.x & 31;
-    if (first + token >= T || o > OUTS) return;
+    const int o = c;
+    if (row >= T || o > OUTS) return;
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 8
     for (int i = 0; i < HC * SITE_COLUMNS; i += 4) {
         const F4 a = *(const F4*)&x[token][i], b = o == OUTS ? a : *(const F4*)&f[o][i];
         sum[0] += a.x * b.x; sum[1] += a.y * b.y; sum[2] += a.z * b.z; sum[3] += a.w * b.w;
     }
-    partial[((long)(first + token) * gridDim.x + blockIdx.x) * (OUTS + 1) + o] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    partial[((long)row * gridDim.x + blockIdx.x) * (OUTS + 1) + o] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 // The same for the many rows of a prompt: the projection on tensor cores, of bf16 pairs (16 bits of mantissa), chunks of PROMPT_COLUMNS columns.
@@ -235,6 +233,7 @@ KERNEL __launch_bounds__(1024) site_close(const float* X, int H, int chunks, con
     __shared__ float y[32];
     __shared__ float room[32];
     const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    LET_NEXT_START();
     WAIT_BEFORE();
     if (warp <= OUTS) {
         float sum = 0.0f;
@@ -295,6 +294,7 @@ KERNEL __launch_bounds__(1024) site_close(const float* X, int H, int chunks, con
 KERNEL __launch_bounds__(1024) final_norm(const float* X, const int* rows, int H, const float* norm, float eps, u16* x_high, u16* x_low, int ldx) {
     DYNAMIC_SHARED(float, x);
     __shared__ float room[32];
+    LET_NEXT_START();
     WAIT_BEFORE();
     const long from = (long)(rows ? rows[blockIdx.x] : blockIdx.x) * HC * H;
     float squares = 0.0f;

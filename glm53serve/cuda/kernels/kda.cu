@@ -164,3 +164,129 @@ KERNEL kda_finish(const float* o, const float* gate, const float* norm, float ep
     const float by = 1.0f / sqrtf(block_sum(v * v, room) / KDA_D + eps);
     if (i < KDA_D) store_split(x_high, x_low, (long)row * ldx + head * KDA_D + i, norm[i] * (v * by) * sigmoid(g));
 }
+
+// One position of a slot, all of the above in one block a head: convolution, gates, recurrence, window, norm and gate of what comes out. Arguments as above.
+// The state is requested before the wait: it is older than the kernel before. Thread: four columns, every KEY_PARTS-th key. grid (heads, T), STEP_THREADS threads.
+#define STEP_THREADS (KDA_D <= 128 ? 256 : 512)
+#define QUAD_COLUMNS (KDA_D / 4)
+#define KEY_PARTS (STEP_THREADS / QUAD_COLUMNS)
+#define PART_KEYS ((KDA_D + KEY_PARTS - 1) / KEY_PARTS)
+KERNEL __launch_bounds__(STEP_THREADS) kda_step(const float* raw, int ld, const float* beta, int ldb, const float* z, const float* gate, const int* slot, const int* live,
+                                                float* state, long slot_stride, long s_at, long window_at, const float* taps, const float* dt_bias, const float* a_log,
+                                                int bounded, float bound, const float* norm, float eps, u16* x_high, u16* x_low, int ldx) {
+    __shared__ __align__(16) float q[KDA_D], k[KDA_D], v[KDA_D], decay[KDA_D], o[KDA_D];
+    __shared__ __align__(16) float sums[2][KEY_PARTS][KDA_D];
+    __shared__ float room[32], parts[3][8];
+    LET_NEXT_START();
+    const int head = blockIdx.x, row = blockIdx.y, heads = gridDim.x, P = heads * KDA_D, i = threadIdx.x, channel = head * KDA_D + i, lane = i & 31;
+    const bool there = i < KDA_D;
+    if (!live[row]) {
+        WAIT_BEFORE();
+        return;
+    }
+    float* S = state + slot[row] * slot_stride + s_at + (long)head * KDA_D * KDA_D;
+    float* window = state + slot[row] * slot_stride + window_at;
+    const int quad = i % QUAD_COLUMNS * 4, part = i / QUAD_COLUMNS;
+    const F4 zero = {0.0f, 0.0f, 0.0f, 0.0f};
+    F4 s[PART_KEYS];
+#pragma unroll
+    for (int m = 0; m < PART_KEYS; ++m) {
+        const int key = part + m * KEY_PARTS;
+        s[m] = part < KEY_PARTS && key < KDA_D ? *(const F4*)(S + (long)key * KDA_D + quad) : zero;
+    }
+    float c[3] = {0.0f, 0.0f, 0.0f}, old[3][CONV], tap[3][CONV], bias = 0.0f, weight = 0.0f;
+    if (there) {
+        bias = dt_bias[channel];
+        weight = norm[i];
+#pragma unroll
+        for (int t = 0; t < 3; ++t)
+#pragma unroll
+            for (int j = 0; j < CONV; ++j) {
+                tap[t][j] = taps[((long)t * P + channel) * CONV + j];
+                old[t][j] = j < CONV - 1 ? window[(long)j * 3 * P + t * P + channel] : 0.0f;
+            }
+    }
+    const float speed = expf(a_log[head]);
+    WAIT_BEFORE();
+    float zz = 0.0f, out_gate = 0.0f;
+    const float b = beta[(long)row * ldb + head];
+    if (there) {
+        zz = z[(long)row * P + channel];
+        out_gate = gate[(long)row * P + channel];
+#pragma unroll
+        for (int t = 0; t < 3; ++t) old[t][CONV - 1] = raw[(long)row * ld + t * P + channel];
+#pragma unroll
+        for (int t = 0; t < 3; ++t) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < CONV; ++j) sum += old[t][j] * tap[t][j];
+            c[t] = silu(sum);
+#pragma unroll
+            for (int j = 0; j < CONV - 1; ++j) window[(long)j * 3 * P + t * P + channel] = old[t][j + 1];
+        }
+    }
+    const float qq = warp_sum(c[0] * c[0]), kk = warp_sum(c[1] * c[1]), both = warp_sum(c[0] * c[1]);
+    if (lane == 0 && i < PADDED_D) { parts[0][i >> 5] = qq; parts[1][i >> 5] = kk; parts[2][i >> 5] = both; }
+    __syncthreads();
+    float total[3] = {0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int w = 0; w < PADDED_D / 32; ++w)
+#pragma unroll
+        for (int t = 0; t < 3; ++t) total[t] += parts[t][w];
+    const float q_by = 1.0f / (sqrtf(total[0] + 1e-6f) * sqrtf((float)KDA_D)), k_by = 1.0f / sqrtf(total[1] + 1e-6f), qk = total[2] * q_by * k_by;
+    if (there) {
+        zz += bias;
+        q[i] = c[0] * q_by;
+        k[i] = c[1] * k_by;
+        v[i] = c[2];
+        decay[i] = expf(bounded ? bound * sigmoid(speed * zz) : -speed * (zz > 20.0f ? zz : log1pf(expf(zz))));
+    }
+    __syncthreads();
+    if (part < KEY_PARTS) {
+        F4 dot_k = zero, dot_q = zero;
+#pragma unroll
+        for (int m = 0; m < PART_KEYS; ++m) {
+            const int key = part + m * KEY_PARTS;
+            if (key >= KDA_D) continue;
+            const float e = decay[key], kv = k[key], qv = q[key];
+            s[m].x *= e; s[m].y *= e; s[m].z *= e; s[m].w *= e;
+            dot_k.x += s[m].x * kv; dot_k.y += s[m].y * kv; dot_k.z += s[m].z * kv; dot_k.w += s[m].w * kv;
+            dot_q.x += s[m].x * qv; dot_q.y += s[m].y * qv; dot_q.z += s[m].z * qv; dot_q.w += s[m].w * qv;
+        }
+        *(F4*)&sums[0][part][quad] = dot_k;
+        *(F4*)&sums[1][part][quad] = dot_q;
+    }
+    __syncthreads();
+    if (part < KEY_PARTS) {
+        const float by = sigmoid(b);
+        F4 u = zero;
+#pragma unroll 8
+        for (int m = 0; m < KEY_PARTS; ++m) {
+            const F4 a = *(const F4*)&sums[0][m][quad];
+            u.x += a.x; u.y += a.y; u.z += a.z; u.w += a.w;
+        }
+        const F4 value = *(const F4*)&v[quad];
+        u = {by * (value.x - u.x), by * (value.y - u.y), by * (value.z - u.z), by * (value.w - u.w)};
+#pragma unroll
+        for (int m = 0; m < PART_KEYS; ++m) {
+            const int key = part + m * KEY_PARTS;
+            if (key >= KDA_D) continue;
+            const float kv = k[key];
+            s[m].x += kv * u.x; s[m].y += kv * u.y; s[m].z += kv * u.z; s[m].w += kv * u.w;
+            *(F4*)(S + (long)key * KDA_D + quad) = s[m];
+        }
+        if (part == 0) {
+            F4 out = zero;
+#pragma unroll 8
+            for (int m = 0; m < KEY_PARTS; ++m) {
+                const F4 a = *(const F4*)&sums[1][m][quad];
+                out.x += a.x; out.y += a.y; out.z += a.z; out.w += a.w;
+            }
+            *(F4*)&o[quad] = {out.x + u.x * qk, out.y + u.y * qk, out.z + u.z * qk, out.w + u.w * qk};
+        }
+    }
+    __syncthreads();
+    const float value = there ? o[i] : 0.0f;
+    const float by = 1.0f / sqrtf(block_sum(value * value, room) / KDA_D + eps);
+    if (there) store_split(x_high, x_low, (long)row * ldx + channel, weight * (value * by) * sigmoid(out_gate));
+}

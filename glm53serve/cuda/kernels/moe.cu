@@ -1,24 +1,10 @@
 // Routing (model spec 6) and the lists the grouped products read. Nothing about routing ever reaches the host.
 
-// Experts of each row, ascending, and their weights. logits [T][ld]; ids, weights [T][top_k] (ids -1 for a dead row); counts [E] rows of each expert,
-// zeroed before; uses: counter of every slot's experts, uses[slot * use_stride + e], or null. grid (T), 256 threads; the first warp chooses. Dynamic shared memory: 2E + groups floats.
-KERNEL route(const float* logits, int ld, const float* bias, int E, int top_k, int groups, int kept_groups, int normalise, float scaling, const int* slot, const int* live,
-             int* ids, float* weights, int* counts, u32* uses, long use_stride) {
-    DYNAMIC_SHARED(float, score);
-    float *biased = score + E, *group_score = biased + E;
-    WAIT_BEFORE();
-    const int row = blockIdx.x, lane = threadIdx.x, size = E / groups;
-    if (!live[row]) {
-        for (int i = lane; i < top_k; i += 256) ids[row * top_k + i] = -1;
-        return;
-    }
-    for (int e = lane; e < E; e += 256) {
-        const float s = sigmoid(logits[(long)row * ld + e]);
-        score[e] = s;
-        biased[e] = s + bias[e];
-    }
-    __syncthreads();
-    if (lane >= 32) return;
+// Experts of a row, ascending, and their weights, by one warp. score [E] the router's sigmoids, biased [E] with the bias added (overwritten), group_score
+// [groups]: shared memory. Lane i < top_k returns expert number i and its weight.
+struct Choice { int expert; float weight; };
+__device__ __forceinline__ Choice choose_experts(const float* score, float* biased, float* group_score, int E, int top_k, int groups, int kept_groups, int normalise, float scaling) {
+    const int lane = threadIdx.x & 31, size = E / groups;
     if (groups > 1) {
         for (int g = lane; g < groups; g += 32) {
             float first = NEG_INF, second = NEG_INF;
@@ -37,37 +23,122 @@ KERNEL route(const float* logits, int ld, const float* bias, int E, int top_k, i
         }
         __syncwarp();
     }
-    float total = 0.0f;
     int mine = 0x7fffffff;
     for (int i = 0; i < top_k; ++i) {
         float best = NEG_INF;
-        int at = 0x7fffffff;
-#pragma unroll 4
+        u32 at = 0x7fffffff;
+#pragma unroll 9
         for (int e = lane; e < E; e += 32)
             if (biased[e] > best) { best = biased[e]; at = e; }
-        for (int o = 16; o; o >>= 1) {
-            const float other = __shfl_xor_sync(0xffffffffu, best, o);
-            const int other_at = __shfl_xor_sync(0xffffffffu, at, o);
-            if (other > best || (other == best && other_at < at)) { best = other; at = other_at; }
-        }
-        if (lane == i) mine = at;
+        const u32 key = ordered(best), top = __reduce_max_sync(0xffffffffu, key);
+        at = __reduce_min_sync(0xffffffffu, key == top ? at : 0x7fffffffu);
+        if (lane == i) mine = (int)at;
         if (lane == 0) biased[at] = NEG_INF;
         __syncwarp();
     }
     int rank = 0;
     for (int i = 0; i < top_k; ++i) rank += __shfl_sync(0xffffffffu, mine, i) < mine;
     const float w = lane < top_k ? score[mine] : 0.0f;
-    for (int r = 0; r < top_k; ++r) {  // sum in ascending order of the expert
-        int from = 0;
-        for (int i = 0; i < top_k; ++i) if (__shfl_sync(0xffffffffu, rank, i) == r) from = i;
-        total += __shfl_sync(0xffffffffu, w, from);
-    }
+    float* sorted = biased;
+    __syncwarp();
+    if (lane < top_k) { sorted[rank] = w; group_score[rank] = __uint_as_float((u32)mine); }
+    __syncwarp();
+    float total = 0.0f;
+    for (int r = 0; r < top_k; ++r) total += sorted[r];  // in ascending order of the expert
+    Choice chosen = {0, 0.0f};
     if (lane < top_k) {
-        ids[row * top_k + rank] = mine;
-        weights[row * top_k + rank] = (normalise ? w / (total + 1e-20f) : w) * scaling;
-        atomicAdd(&counts[mine], 1);
-        if (uses) atomicAdd(&uses[slot[row] * use_stride + mine], 1u);
+        chosen.expert = (int)__float_as_uint(group_score[lane]);
+        chosen.weight = (normalise ? sorted[lane] / (total + 1e-20f) : sorted[lane]) * scaling;
     }
+    return chosen;
+}
+
+// Experts of each row, ascending, and their weights. logits [T][ld]; ids, weights [T][top_k] (ids -1 for a dead row); counts [E] rows of each expert,
+// zeroed before; uses: counter of every slot's experts, uses[slot * use_stride + e], or null. grid (T), 256 threads; the first warp chooses.
+// Dynamic shared memory: 2E + groups + 32 floats.
+KERNEL route(const float* logits, int ld, const float* bias, int E, int top_k, int groups, int kept_groups, int normalise, float scaling, const int* slot, const int* live,
+             int* ids, float* weights, int* counts, u32* uses, long use_stride) {
+    DYNAMIC_SHARED(float, score);
+    float *biased = score + E, *group_score = biased + E;
+    WAIT_BEFORE();
+    const int row = blockIdx.x, lane = threadIdx.x;
+    if (!live[row]) {
+        for (int i = lane; i < top_k; i += 256) ids[row * top_k + i] = -1;
+        return;
+    }
+    for (int e = lane; e < E; e += 256) {
+        const float s = sigmoid(logits[(long)row * ld + e]);
+        score[e] = s;
+        biased[e] = s + bias[e];
+    }
+    __syncthreads();
+    if (lane >= 32) return;
+    const Choice chosen = choose_experts(score, biased, group_score, E, top_k, groups, kept_groups, normalise, scaling);
+    if (lane < top_k) {
+        ids[row * top_k + lane] = chosen.expert;
+        weights[row * top_k + lane] = chosen.weight;
+        atomicAdd(&counts[chosen.expert], 1);
+        if (uses) atomicAdd(&uses[slot[row] * use_stride + chosen.expert], 1u);
+    }
+}
+
+// `route` and `moe_list` of up to MAX_ROWS rows in one block: the same ids, weights, list and groups. 512 threads: a warp a row, then a thread a pair.
+// Dynamic shared memory: rows (2E + groups + 32) floats.
+KERNEL __launch_bounds__(512) route_few(const float* logits, int ld, const float* bias, int E, int top_k, int groups, int kept_groups, int normalise, float scaling,
+                                        const int* slot, const int* live, int rows, int tile, int* ids, float* weights, int* list, int* row_groups, u32* uses, long use_stride) {
+    DYNAMIC_SHARED(float, memory);
+    __shared__ int pair_expert[512], leads[512];
+    LET_NEXT_START();
+    const int row = threadIdx.x >> 5, lane = threadIdx.x & 31, pairs = rows * top_k;
+    WAIT_BEFORE();
+    if (row < rows) {
+        float *score = memory + row * (2 * E + groups + 32), *biased = score + E, *group_score = biased + E;
+        const bool alive = live[row] != 0;
+        Choice chosen = {-1, 0.0f};
+        if (alive) {
+#pragma unroll 9
+            for (int e = lane; e < E; e += 32) {
+                const float s = sigmoid(logits[(long)row * ld + e]);
+                score[e] = s;
+                biased[e] = s + bias[e];
+            }
+            __syncwarp();
+            chosen = choose_experts(score, biased, group_score, E, top_k, groups, kept_groups, normalise, scaling);
+        }
+        if (lane < top_k) {
+            pair_expert[row * top_k + lane] = ids[row * top_k + lane] = chosen.expert;
+            weights[row * top_k + lane] = chosen.weight;
+            if (alive && uses) atomicAdd(&uses[slot[row] * use_stride + chosen.expert], 1u);
+        }
+    }
+    __syncthreads();
+    const int pair = threadIdx.x, expert = pair < pairs ? pair_expert[pair] : -1;
+    int place = 0, among = 0, together = 0;  // pairs before this one, of them the expert's, all of the expert's
+    if (expert >= 0)
+#pragma unroll 8
+        for (int p = 0; p < pairs; ++p) {
+            const int e = pair_expert[p];
+            const bool same = e == expert, before = same && p < pair;
+            place += (e >= 0 && e < expert) || before;
+            among += before;
+            together += same;
+        }
+    const bool lead = expert >= 0 && among % tile == 0;  // the first pair of a group of at most `tile`
+    leads[pair] = lead;
+    __syncthreads();
+    int group = among / tile, all = 0;
+    if (lead || pair == 0)
+#pragma unroll 8
+        for (int p = 0; p < pairs; ++p) {
+            all += leads[p];
+            group += leads[p] && pair_expert[p] < expert;
+        }
+    if (expert >= 0) list[place] = pair;
+    if (lead) {
+        int* to = row_groups + 4 + 4 * group;
+        to[0] = expert; to[1] = place; to[2] = min(tile, together - among); to[3] = 0;
+    }
+    if (pair == 0) row_groups[0] = all;
 }
 
 // list: pairs (row * top_k + i) sorted by expert, then by pair; groups: [0] how many, then from [4] on {expert, first place in the list, pairs (<= tile), 0}.

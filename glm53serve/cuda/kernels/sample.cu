@@ -12,6 +12,7 @@ KERNEL __launch_bounds__(256) logit_peaks(const float* logits, int V, float* bes
     const float* row = logits + (long)blockIdx.y * V;
     float b = NEG_INF;
     int id = 0x7fffffff;
+#pragma unroll 8
     for (int i = begin + threadIdx.x; i < end; i += 256)
         if (row[i] > b || id == 0x7fffffff) { b = row[i]; id = i; }
     for (int o = 16; o; o >>= 1) {

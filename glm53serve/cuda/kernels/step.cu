@@ -1,4 +1,4 @@
-// The two ends of a decode step that feeds itself: begin (clocks, counters) and commit (ring, ends, parking, next inputs).
+// The two ends of a decode step that feeds itself: begin (the clock) and commit (ring, ends, parking, next inputs).
 #ifndef GLM_EMULATE
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value);
 #else
@@ -20,11 +20,10 @@ struct Control {
 // Mapped host memory, shared with the host: head = steps committed; the rest is written by the host.
 struct Shared { volatile u64 head; u64 pad0[7]; volatile u64 loop_end; u64 pad1[7]; volatile int stop; int pad2[15]; volatile int cancel[MAX_ROWS]; };
 
-KERNEL step_begin(const Shared* shared, int* counts, int n, u64* clocks) {
+KERNEL step_begin(u64* clocks) {
     const u64 now = clock_ns();
     WAIT_BEFORE();
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) counts[i] = 0;
-    if (blockIdx.x == 0 && threadIdx.x == 0) clocks[2 * (clocks[2 * CLOCKS] % CLOCKS)] = now;
+    if (threadIdx.x == 0) clocks[2 * (clocks[2 * CLOCKS] % CLOCKS)] = now;
 }
 
 // One block, a thread a row. Rows that end leave their logits in kept [slots][vocabulary]. clocks: [CLOCKS][2] begin and end of steps, then the step count. ring: [ring_steps][MAX_ROWS][4] = generation, position, token, end.

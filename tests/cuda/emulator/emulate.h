@@ -143,6 +143,20 @@ static inline unsigned __ballot_sync(unsigned, bool value) {
     for (int i = 0; i < 32; ++i) mask |= (unsigned)(w.word[side][i] & 1) << i;
     return mask;
 }
+template <class T> static T reduced(T value, bool least) {
+    Warp& w = *self->warp;
+    const int side = w.turn & 1;
+    memcpy(&w.word[side][self->lane], &value, sizeof value);
+    warp_wait();
+    for (int i = 0; i < 32; ++i) {
+        T other;
+        memcpy(&other, &w.word[side][i], sizeof other);
+        if (least ? other < value : other > value) value = other;
+    }
+    return value;
+}
+static inline unsigned __reduce_max_sync(unsigned, unsigned value) { return reduced(value, false); }
+static inline unsigned __reduce_min_sync(unsigned, unsigned value) { return reduced(value, true); }
 template <class T> static T atomicAdd(T* at, T value) { T old = *at; *at = old + value; return old; }
 static inline int __popc(unsigned v) { return __builtin_popcount(v); }
 static inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
@@ -158,6 +172,7 @@ struct alignas(16) U4 { unsigned x, y, z, w; };
 struct alignas(8) U2 { unsigned x, y; };
 struct alignas(16) F4 { float x, y, z, w; };
 #define WAIT_BEFORE()
+#define LET_NEXT_START()
 static inline U4 stream16(const U4* p) { return *p; }
 static inline unsigned long long clock_ns() { static unsigned long long t = 0; return t += 32; }
 static inline unsigned round_bf16(float v) {
