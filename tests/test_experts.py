@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from glm53serve.engine.seam import Halted, never
 from glm53serve.experts import ExpertFiles, ExpertReadError, ExpertStore, Heat, model_copies
 from glm53serve.experts import files as files_module
 from glm53serve.experts.memory import allocate
-from glm53serve.experts.places import PAGE, place
+from glm53serve.experts.places import PAGE, Place, place
 from glm53serve.model.checkpoint import Checkpoint, Piece, open_checkpoint
 from glm53serve.model.errors import ModelError
 from glm53serve.model.synth import synth
@@ -412,16 +413,34 @@ def test_one_chunk_counts_as_its_rows() -> None:
     np.testing.assert_allclose(a.chance, b.chance)
 
 
+EXPERT_SETS = st.sets(st.integers(0, EXPERTS - 1))
+
+
 class StoreAgainstAModel(RuleBasedStateMachine):
-    """Any sequence of needs, halts, failures and errors: right bytes, bounded buffers, books that agree with each other."""
+    """Any sequence of needs, guesses, halts, failures and errors, with memory that may run short: right bytes, bounded buffers, books that agree
+    with each other."""
 
     directory: Path
     truth: Checkpoint
 
-    @initialize(budget=st.integers(0, 26), direct=st.booleans())
-    def start(self, budget: int, direct: bool) -> None:
-        self.store = make(self.directory, budget)
-        self.most = max(budget, 2) + max(budget, 2) // 10
+    @initialize(budget=st.integers(0, 26), direct=st.booleans(), memory=st.one_of(st.just(99), st.integers(2, 20)))
+    def start(self, budget: int, direct: bool, memory: int) -> None:
+        def allocator(nbytes: int) -> np.ndarray:
+            if self.store.buffers >= memory:
+                raise MemoryError
+            return allocate(nbytes)
+
+        self.store = make(self.directory, budget, allocator=allocator)
+        self.most = min(max(budget, 2) + max(budget, 2) // 10, memory)
+        self.read: Counter[tuple[int, int]] = Counter()
+        keys = {id(where): key for key, where in self.store.places.items()}
+        fetch = self.store.files.fetch
+
+        def counted(where: Place, buffer: np.ndarray, copy: int = 0) -> None:
+            self.read[keys[id(where)]] += 1
+            fetch(where, buffer, copy)
+
+        self.store.files.fetch = counted  # type: ignore[method-assign]
         self.store.files.direct = direct and self.store.files.open_direct()
 
     @rule(layer=st.sampled_from(LAYERS), experts=st.sets(st.integers(0, EXPERTS - 1), min_size=1), in_order=st.booleans(), rows=st.integers(1, 40))
@@ -436,6 +455,25 @@ class StoreAgainstAModel(RuleBasedStateMachine):
     @rule(layer=st.sampled_from(LAYERS), experts=st.permutations(range(EXPERTS)), count=st.integers(0, EXPERTS))
     def foresee(self, layer: int, experts: list[int], count: int) -> None:
         self.store.foresee(layer, np.array(experts[:count], np.int64))
+
+    @rule(layer=st.sampled_from(LAYERS), guessed=EXPERT_SETS, experts=EXPERT_SETS.filter(bool), landed=st.booleans(), in_order=st.booleans())
+    def chunk(self, layer: int, guessed: set[int], experts: set[int], landed: bool, in_order: bool) -> None:
+        """Each expert is read at most once for a chunk, what was read ahead for it counted."""
+        self.quiet()
+        self.read.clear()
+        self.store.foresee(layer, np.array(sorted(guessed), np.int64))
+        if landed:
+            self.quiet()
+        got = ask(self.store, layer, sorted(experts), in_order, 500)
+        assert got == {e: flat(self.truth.expert(layer, e)) for e in sorted(experts)}
+        assert max(self.read.values(), default=0) <= 1, self.read
+
+    def quiet(self) -> None:
+        """Wait until nothing is read."""
+        reads = -1
+        while self.store._books.reading or reads != self.store.reads:
+            reads = self.store.reads
+            time.sleep(0.001)
 
     @rule(layer=st.sampled_from(LAYERS), after=st.integers(0, 3))
     def halt(self, layer: int, after: int) -> None:

@@ -5,8 +5,9 @@ keeping, from its read to its last product (and serve it again if it is asked fo
 and a cold expert never pushes out a hot one.
 
 An expert is in one of the states QUEUED, READING, READY; one without an entry is on disk only. Buffers are given when a read begins. The
-queue is first in, first out: if its head finds no buffer, a READY expert that a need wants later is sent back to the queue, so there is
-always a way on.
+queue is first in, first out: if its head finds no buffer and nothing else moves, the coldest expert that nobody wants goes, else a READY one
+that the need wants later is sent back to the queue, so there is always a way on. What was read ahead for the need is not sent back: no
+expert is read twice for one chunk.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class State(Enum):
 @dataclass(slots=True, eq=False)
 class Entry:
     """An expert that is wanted or in memory. `pinned` while a need wants it, `position` its turn in that need, `shown` once it was handed out;
-    `guessed` when it was read before it was asked for, until it is."""
+    `guessed` when it was read before it was asked for, until it is; `ahead` when the need that wants it found it so."""
 
     key: Key
     state: State = State.QUEUED
@@ -47,6 +48,7 @@ class Entry:
     pinned: bool = False
     shown: bool = False
     guessed: bool = False
+    ahead: bool = False
     position: int = 0
     ready: Ready | None = None
     error: BaseException | None = None
@@ -73,6 +75,7 @@ class Residence:
         self.entries: dict[Key, Entry] = {}
         self.queue: deque[Entry] = deque()
         self.guesses: deque[Key] = deque()
+        self._foreseen: frozenset[Key] = frozenset()
         self.ready, self._kept, self._pinned = (np.zeros(heat.worth.shape, np.bool_) for _ in range(3))
         self._row = {layer: row for row, layer in enumerate(layers)}
         self._in_transit: list[Entry] = []
@@ -103,6 +106,7 @@ class Residence:
         if entry is None:
             entry = self.entries[key] = Entry(key)
             self.queue.append(entry)
+        entry.ahead = entry.guessed
         entry.shown, entry.guessed, entry.position, entry.error = False, False, position, None
         self.pin(entry, True)
         if entry.buffer is not None and not entry.kept:
@@ -132,17 +136,18 @@ class Residence:
                 del self.entries[entry.key]
 
     def landed(self, entry: Entry, ready: Ready) -> None:
-        """The expert's bytes are in its buffer."""
+        """The expert's bytes are in its buffer. Perhaps a need that waits can go on: it says so if not."""
         entry.ready, entry.state = ready, State.READY
-        self.ready[self._at(entry)] = True
+        self.starving = False
+        self.ready[self._at(entry.key)] = True
 
     def pin(self, entry: Entry, pinned: bool) -> None:
         """Whether a need wants this expert, so that its buffer cannot be given to another one that may wait."""
         entry.pinned = pinned
-        self._pinned[self._at(entry)] = pinned
+        self._pinned[self._at(entry.key)] = pinned
 
-    def _at(self, entry: Entry) -> tuple[int, int]:
-        return self._row[entry.key[0]], entry.key[1]
+    def _at(self, key: Key) -> tuple[int, int]:
+        return self._row[key[0]], key[1]
 
     def drop(self, entry: Entry) -> None:
         """Forget an expert; its buffer is free."""
@@ -153,25 +158,25 @@ class Residence:
         if entry.buffer is not None:
             self._free.append(entry.buffer)
         entry.buffer = entry.ready = None
-        self.ready[self._at(entry)] = False
+        self.ready[self._at(entry.key)] = False
         self.entries.pop(entry.key, None)
 
     def _mark(self, entry: Entry, kept: bool) -> None:
         entry.kept = kept
-        self._kept[self._at(entry)] = kept
+        self._kept[self._at(entry.key)] = kept
 
     # -- buffers
 
     def _victim(self, key: Key) -> Entry | None:
         """The coldest kept expert that nobody needs, if it is colder than `key`."""
-        among = self._kept & self.ready & ~self._pinned
-        coldest = self.heat.coldest(among)
-        if coldest is None:
+        coldest = self._coldest_unwanted()
+        if coldest is None or self.heat.worth[self._at(coldest.key)] >= self.heat.worth[self._at(key)]:
             return None
-        row, expert = coldest
-        if self.heat.worth[row, expert] >= self.heat.worth[self._row[key[0]], key[1]]:
-            return None
-        return self.entries[self.layers[row], expert]
+        return coldest
+
+    def _coldest_unwanted(self) -> Entry | None:
+        coldest = self.heat.coldest(self._kept & self.ready & ~self._pinned)
+        return None if coldest is None else self.entries[self.layers[coldest[0]], coldest[1]]
 
     def room(self, entry: Entry) -> bool:
         """Give an entry a buffer to be read into; False when it has to wait for one."""
@@ -192,6 +197,12 @@ class Residence:
         if buffer is None:
             buffer = self._idle_buffer()
         if buffer is None and self.starving and not self.reading:
+            victim = self._coldest_unwanted()
+            if victim is not None:
+                self.drop(victim)
+                entry.buffer = self._free.pop()
+                self._mark(entry, True)
+                return True
             buffer = self._wanted_later_buffer(entry)
         if buffer is None:
             return False
@@ -205,18 +216,20 @@ class Residence:
         for entry in self._in_transit:
             entry.guessed = entry.guessed and entry.state is State.READING
         self.guesses = deque(keys)
+        self._foreseen = frozenset(self.guesses)
         self.work.notify_all()
 
     def guess(self) -> Entry | None:
         """An entry to be read on a guess, with a buffer; None when nothing is guessed or no buffer is to be had."""
         while self.guesses and self.guesses[0] in self.entries:
             self.guesses.popleft()
-        if not self.guesses:
+        # one buffer is left for what a need wants and nobody guessed, or it could only go on by giving up a guess that came true
+        if not self.guesses or sum(e.guessed for e in self._in_transit) >= self.keep + self.transit - 1:
             return None
         entry = Entry(self.guesses[0], State.READING, guessed=True)
-        # a guess pushes out nothing that is kept, nor another guess; it takes a place among the kept when it is asked for
+        # a guess pushes out nothing that is kept, nor what is guessed too; it takes a place among the kept when it is asked for
         entry.buffer = self._buffer() if len(self._in_transit) < self.transit else None
-        entry.buffer = entry.buffer if entry.buffer is not None else self._idle_buffer(guessed=False)
+        entry.buffer = entry.buffer if entry.buffer is not None else self._idle_buffer(spare_guesses=True)
         if entry.buffer is None:
             return None
         self._in_transit.append(entry)
@@ -231,21 +244,23 @@ class Residence:
         self._mark(entry, True)
         return entry
 
-    def _idle_buffer(self, guessed: bool = True) -> Buffer | None:
-        """The buffer of the longest unused expert in transit; `guessed`: also of one that was read on a guess and may still be asked for."""
-        idle = next((e for e in self._in_transit if e.state is State.READY and not e.pinned and (guessed or not e.guessed)), None)
-        if idle is None:
+    def _idle_buffer(self, spare_guesses: bool = False) -> Buffer | None:
+        """The buffer of the longest unused expert in transit; `spare_guesses`: not of one that is foreseen or was read on a guess."""
+        idle = (e for e in self._in_transit if e.state is State.READY and not e.pinned)
+        chosen = next((e for e in idle if not (spare_guesses and (e.guessed or e.key in self._foreseen))), None)
+        if chosen is None:
             return None
-        self.drop(idle)
+        self.drop(chosen)
         return self._free.pop()
 
     def _wanted_later_buffer(self, entry: Entry) -> Buffer | None:
-        """When nothing else moves: the buffer of the READY expert that is needed last, if its turn comes after this one's."""
+        """When nothing else moves: the buffer of the READY expert that is needed last, if its turn comes after this one's; of one read ahead
+        for this need only when there is no other (memory ran short meanwhile)."""
         wanted = [self.entries[self.layers[row], int(e)] for row, e in np.argwhere(self._pinned & self.ready)]
         later = [e for e in wanted if not e.shown and e.position > entry.position]
         if not later:
             return None
-        self._requeue(max(later, key=lambda e: e.position))
+        self._requeue(max(later, key=lambda e: (not e.ahead, e.position)))
         return self._free.pop()
 
     def _requeue(self, entry: Entry) -> None:
