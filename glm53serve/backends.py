@@ -88,7 +88,7 @@ def _cuda(request: Request) -> Chosen:
     if find_spec("cupy") is None:
         raise NothingThere("CUDA: the package cupy is not installed (install glm53serve[cuda])")
     from glm53serve.cuda.backend import load_backend
-    from glm53serve.cuda.cupy_runtime import CudaUnavailable, CudaUnsupported
+    from glm53serve.cuda.compiling import CudaUnavailable, CudaUnsupported
     from glm53serve.cuda.decode import decode_loop
 
     settings = request.settings

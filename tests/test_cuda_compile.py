@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from glm53serve.cuda.cupy_runtime import refusal
+from glm53serve.cuda.compiling import refusal
 from glm53serve.cuda.model import defines
 from glm53serve.cuda.runtime import FORMAT_CODES, MODULES, kernel_source
 from glm53serve.model.config_file import parse_config

@@ -24,6 +24,7 @@ from glm53serve.backends import BackendUnavailable  # noqa: E402
 from glm53serve.cuda import backend as backend_module  # noqa: E402
 from glm53serve.cuda import cupy_runtime  # noqa: E402
 from glm53serve.cuda.backend import CudaBackend  # noqa: E402
+from glm53serve.cuda.compiling import CudaUnsupported, refusal  # noqa: E402
 from glm53serve.cuda.decode import Decoder  # noqa: E402
 from glm53serve.cuda.runtime import Device  # noqa: E402
 from glm53serve.engine.engine import Engine  # noqa: E402
@@ -276,7 +277,7 @@ def test_a_gpu_that_cannot_run_the_kernels_is_said_by_auto_and_ends_a_wish_for_c
     monkeypatch.setattr(backends, "find_spec", lambda name: {"cupy": True, "vulkan": None}.get(name, found(name)))
 
     def old(_sizes: Mapping[str, int]) -> Device:
-        raise cupy_runtime.CudaUnsupported(cupy_runtime.refusal("NVIDIA A100", 8, 0))
+        raise CudaUnsupported(refusal("NVIDIA A100", 8, 0))
 
     monkeypatch.setattr(cupy_runtime, "CupyDevice", old)
     checkpoint = open_checkpoint(chosen().directory)
@@ -284,6 +285,6 @@ def test_a_gpu_that_cannot_run_the_kernels_is_said_by_auto_and_ends_a_wish_for_c
     notes: list[str] = []
     engine, _, _ = load._engine(checkpoint, settings, 1, "auto", 0, Faults(), notes.append, None)
     assert engine.network is None
-    assert f"CUDA: {cupy_runtime.refusal('NVIDIA A100', 8, 0)}; going on without" in notes
+    assert f"CUDA: {refusal('NVIDIA A100', 8, 0)}; going on without" in notes
     with pytest.raises(BackendUnavailable, match=r"the kernels need 9\.0"):
         load._engine(checkpoint, settings, 1, "cuda", 0, Faults(), notes.append, None)

@@ -82,7 +82,7 @@ def _cuda() -> list[str]:
         return ["the package cupy is not installed (pip install 'glm53serve[cuda]')"]
     import cupy
 
-    from glm53serve.cuda.cupy_runtime import refusal
+    from glm53serve.cuda.compiling import refusal
 
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())

@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from glm53serve.cuda.compiling import CudaUnavailable, CudaUnsupported, checked, compiled, refusal
 from glm53serve.cuda.runtime import MODULES, Argument, Buffer, HostBuffer, Pointer, TensorMap, kernel_names, kernel_source, pack_arguments
 from glm53serve.engine.seam import DeviceLost
 
 MAX_DYNAMIC_SHARED = 227 << 10
 GONE = frozenset({46, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 """Error codes after which nothing runs on the context any more: faults of a kernel, uncorrectable memory errors, a device that has gone."""
-
-
-class CudaUnavailable(RuntimeError):
-    """There is no usable NVIDIA GPU, or a package is missing; the message says which."""
-
-
-class CudaUnsupported(CudaUnavailable):
-    """There is a GPU, and the kernels cannot run on it; the message says what was found and what is needed."""
-
-
-def refusal(name: str, major: int, minor: int) -> str | None:
-    """Why a GPU of this compute capability cannot run the kernels; None when it can.
-
-    Only 9.0 has the warpgroup products (wgmma) that prompts of wide models run on: newer architectures left them out again. Older ones also lack the
-    copy engine that feeds them, dependent launches and bf16 subtraction.
-    """
-    if (major, minor) == (9, 0):
-        return None
-    return f"{name} has compute capability {major}.{minor}; the kernels need 9.0 (H100, H200, GH200), for its warpgroup products (wgmma)"
 
 
 def _modules() -> tuple[Any, Any]:
@@ -60,13 +40,6 @@ def available() -> str | None:
         return None
 
 
-def _checked(result: Any) -> Any:
-    error, *rest = result if isinstance(result, tuple) else (result,)
-    if int(error) != 0:
-        raise RuntimeError(f"CUDA driver: {error}")
-    return rest[0] if len(rest) == 1 else tuple(rest)
-
-
 class CupyGraph:
     """A captured graph."""
 
@@ -87,7 +60,7 @@ class CupyLoop:
 
     def launch(self) -> None:
         """Enqueue it."""
-        _checked(self._driver.cuGraphLaunch(self._executable, self._stream))
+        checked(self._driver.cuGraphLaunch(self._executable, self._stream))
 
 
 class CupyFence:
@@ -147,43 +120,18 @@ class CupyDevice:
     def _load(self, defines: Mapping[str, int], extra: Mapping[str, str]) -> None:
         texts = [(name, kernel_source(name), {**defines, **own}) for name, own in MODULES] + [(name, text, dict(defines)) for name, text in extra.items()]
         with ThreadPoolExecutor(len(texts)) as pool:
-            cubins = list(pool.map(lambda item: self._compiled(*item), texts))
+            cubins = list(pool.map(lambda item: compiled(*item), texts))
         attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         static = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
-        self._modules = [_checked(self.driver.cuModuleLoadData(cubin)) for cubin in cubins]
+        self._modules = [checked(self.driver.cuModuleLoadData(cubin)) for cubin in cubins]
         for module, (_, text, sizes) in zip(self._modules, texts, strict=True):
             for kernel in kernel_names(text, sizes):
                 if "ONLY" in sizes and kernel != f"gemv_{sizes['ONLY']}":
                     continue
-                function = _checked(self.driver.cuModuleGetFunction(module, kernel.encode()))
-                used = _checked(self.driver.cuFuncGetAttribute(static, function))
-                _checked(self.driver.cuFuncSetAttribute(function, attribute, MAX_DYNAMIC_SHARED - used))
+                function = checked(self.driver.cuModuleGetFunction(module, kernel.encode()))
+                used = checked(self.driver.cuFuncGetAttribute(static, function))
+                checked(self.driver.cuFuncSetAttribute(function, attribute, MAX_DYNAMIC_SHARED - used))
                 self._functions[kernel] = function
-
-    def _compiled(self, name: str, text: str, sizes: Mapping[str, int]) -> bytes:
-        """Machine code of a source, from the user's cache when it was compiled before."""
-        from cuda.bindings import nvrtc
-
-        options = [b"--gpu-architecture=sm_90a", b"-std=c++17"]
-        options += [f"-D{key}={value}".encode() for key, value in sorted(sizes.items())]
-        version = str(nvrtc.nvrtcVersion()).encode()
-        digest = hashlib.sha256(b"\0".join([text.encode(), version, *options])).hexdigest()
-        stored = Path.home() / ".cache" / "glm53serve" / "cuda" / f"{name}-{digest[:32]}.cubin"
-        if stored.exists():
-            return stored.read_bytes()
-        program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), 0, [], []))
-        failed = int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0])
-        if failed:
-            log = b" " * int(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-            nvrtc.nvrtcGetProgramLog(program, log)
-            raise CudaUnsupported(f"kernels {name}: {log.decode(errors='replace')[:2000]}")
-        cubin = b" " * int(_checked(nvrtc.nvrtcGetCUBINSize(program)))
-        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-        stored.parent.mkdir(parents=True, exist_ok=True)
-        made = stored.with_suffix(f".{os.getpid()}.tmp")
-        made.write_bytes(cubin)
-        made.replace(stored)
-        return cubin
 
     def alloc(self, nbytes: int) -> Buffer:
         """Zeroed device memory."""
@@ -302,24 +250,24 @@ class CupyDevice:
     def record_loop(self, body: Callable[[int], None]) -> CupyLoop:
         """Capture `body` into a WHILE node."""
         d = self.driver
-        graph, context = _checked(d.cuGraphCreate(0)), _checked(d.cuCtxGetCurrent())
-        handle = _checked(d.cuGraphConditionalHandleCreate(graph, context, 1, 1))
+        graph, context = checked(d.cuGraphCreate(0)), checked(d.cuCtxGetCurrent())
+        handle = checked(d.cuGraphConditionalHandleCreate(graph, context, 1, 1))
         node = d.CUgraphNodeParams()
         node.type = d.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
         node.conditional.handle = handle
         node.conditional.type = d.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
         node.conditional.size = 1
         node.conditional.ctx = context
-        _checked(d.cuGraphAddNode(graph, None, None, 0, node))
+        checked(d.cuGraphAddNode(graph, None, None, 0, node))
         inner = node.conditional.phGraph_out[0]
-        _checked(d.cuStreamBeginCaptureToGraph(self._stream, inner, None, None, 0, d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+        checked(d.cuStreamBeginCaptureToGraph(self._stream, inner, None, None, 0, d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
         try:
             body(int(handle))
         finally:
             result = d.cuStreamEndCapture(self._stream)
-        _checked(result)
-        executable = _checked(d.cuGraphInstantiate(graph, 0))
-        _checked(d.cuGraphUpload(executable, self._stream))
+        checked(result)
+        executable = checked(d.cuGraphInstantiate(graph, 0))
+        checked(d.cuGraphUpload(executable, self._stream))
         self.stream.synchronize()
         return CupyLoop(d, executable, self.stream, (graph, handle, node))
 
