@@ -41,8 +41,8 @@ def timed(run: Callable[[int], None], seconds: float) -> tuple[float, float]:
     return float(np.median(times)), min(times)
 
 
-def read_bandwidth(threads: int, seconds: float) -> float:
-    """Bytes a second that `threads` threads read from memory."""
+def reader(threads: int) -> tuple[Callable[[], object], int]:
+    """A function that reads `SPREAD_BYTES` bytes with that many threads, and the number of bytes."""
     from glm53serve.cpu.kernels import bandwidth
     from glm53serve.cpu.kernels.fields import Arguments, address
     from glm53serve.cpu.kernels.team import shared_team
@@ -52,7 +52,35 @@ def read_bandwidth(threads: int, seconds: float) -> float:
     program = Program(threads)
     program.add(bandwidth.read.address, Arguments(bandwidth.FIELDS, data=address(data), size=data.nbytes, sums=address(sums)), 8 * threads, 8 * threads)
     team = shared_team(threads)
-    return data.nbytes / timed(lambda _i: program.run(team, 1), seconds)[0]
+
+    def read() -> object:
+        return program.run(team, 1), data
+
+    return read, data.nbytes
+
+
+def read_bandwidth(threads: int, seconds: float) -> float:
+    """Bytes a second that `threads` threads read from memory."""
+    read, size = reader(threads)
+    return size / timed(lambda _i: read(), seconds)[0]
+
+
+def share_of_read(run: Callable[[int], None], nbytes: int, read: Callable[[], object], read_bytes: int, seconds: float) -> tuple[float, float]:
+    """Median seconds of run(i), and the median share of the read bandwidth: reads and runs take turns, so both meet the same neighbours."""
+    run(0)
+    times, shares, turns = [], [], max(1, read_bytes // nbytes)
+    i, began = 1, time.perf_counter()
+    while len(shares) < 5 or time.perf_counter() - began < 3 * seconds:
+        start = time.perf_counter()
+        read()
+        middle = time.perf_counter()
+        for _ in range(turns):
+            run(i)
+            i += 1
+        end = time.perf_counter()
+        times.append((end - middle) / turns)
+        shares.append((turns * nbytes / (end - middle)) / (read_bytes / (middle - start)))
+    return float(np.median(times)), float(np.median(shares))
 
 
 def matrix_rate(seconds: float) -> float:
@@ -62,8 +90,8 @@ def matrix_rate(seconds: float) -> float:
     return 2 * x.size * len(w) / timed(lambda _i: np.matmul(x, w.T), seconds)[0] / 1e9
 
 
-def product(parts: list[Packed], row_count: int, threads: int, seconds: float) -> float:
-    """Median seconds of one product with one of the copies in `parts`."""
+def product(parts: list[Packed], row_count: int, threads: int) -> Callable[[int], None]:
+    """run(i): one product with one of the copies in `parts`."""
     from glm53serve.cpu.kernels import rows
     from glm53serve.cpu.kernels.fields import Arguments
     from glm53serve.cpu.kernels.team import shared_team
@@ -82,7 +110,11 @@ def product(parts: list[Packed], row_count: int, threads: int, seconds: float) -
         program = Program(threads)
         program.matmul([part], form, count, y)
         programs.append(program)
-    return timed(lambda i: programs[i % len(programs)].run(team, row_count), seconds)[0]
+
+    def run(i: int) -> None:
+        programs[i % len(programs)].run(team, row_count)
+
+    return run
 
 
 def copies(w: Packed, total: int) -> list[Packed]:
@@ -104,10 +136,13 @@ def main() -> None:
     warm.ensure_compiled(print)
     from glm53serve.cpu.kernels import target
 
+    read, read_bytes = reader(args.threads)
     bandwidth, gemm = read_bandwidth(args.threads, args.seconds), matrix_rate(args.seconds)
     vnni = "VNNI" if target.HAS_VNNI else "AVX2" if target.HAS_AVX2 else "portable"
     print(f"{args.threads} threads, {target.LANES} lanes, {vnni}; load average {os.getloadavg()[0]:.1f}")
-    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, float32 matrix product {gemm:.0f} GFLOP/s; both measured again before each format\n")
+    print(
+        f"read bandwidth {bandwidth / 1e9:.1f} GB/s, float32 matrix product {gemm:.0f} GFLOP/s; the first is measured again beside every figure, the second before each format\n"
+    )
     print(f"{'weights x activations':28}{'shape':>12}{'rows':>6}{'ms':>9}{'GB/s':>8}{'of read':>9}{'GFLOP/s':>9}{'of sgemm':>9}")
     counts = (1, 64) if args.quick else (1, 2, 4, 16, 64, 256, 512)
     rng = np.random.default_rng(2)
@@ -118,12 +153,16 @@ def main() -> None:
         kinds += [("bf16 x f32", requantise(plain, 16), False), ("f32 x f32", plain, False)]
         for name, w, levels in kinds:
             spread = copies(pack(w, levels), SPREAD_BYTES)
-            bandwidth, gemm = read_bandwidth(args.threads, args.seconds), matrix_rate(args.seconds)
+            gemm = matrix_rate(args.seconds)
             for count in counts:
-                seconds = product(spread if count <= 4 else spread[:2], count, args.threads, args.seconds)
-                rate, flops = spread[0].nbytes / seconds, 2 * count * values.size / seconds / 1e9
-                line = f"{name:28}{f'{shape[0]}x{shape[1]}':>12}{count:>6}{1e3 * seconds:>9.3f}{rate / 1e9:>8.1f}{rate / bandwidth:>9.0%}"
-                print(f"{line}{flops:>9.0f}{flops / gemm:>9.0%}", flush=True)
+                run = product(spread if count <= 4 else spread[:2], count, args.threads)
+                if count <= 4:
+                    seconds, share = share_of_read(run, spread[0].nbytes, read, read_bytes, args.seconds)
+                    of_read = f"{spread[0].nbytes / seconds / 1e9:>8.1f}{share:>9.0%}"
+                else:
+                    seconds, of_read = timed(run, args.seconds)[0], " " * 17
+                flops = 2 * count * values.size / seconds / 1e9
+                print(f"{name:28}{f'{shape[0]}x{shape[1]}':>12}{count:>6}{1e3 * seconds:>9.3f}{of_read}{flops:>9.0f}{flops / gemm:>9.0%}", flush=True)
 
 
 if __name__ == "__main__":
