@@ -140,9 +140,8 @@ def main() -> None:
     bandwidth, gemm = read_bandwidth(args.threads, args.seconds), matrix_rate(args.seconds)
     vnni = "VNNI" if target.HAS_VNNI else "AVX2" if target.HAS_AVX2 else "portable"
     print(f"{args.threads} threads, {target.LANES} lanes, {vnni}; load average {os.getloadavg()[0]:.1f}")
-    print(
-        f"read bandwidth {bandwidth / 1e9:.1f} GB/s, float32 matrix product {gemm:.0f} GFLOP/s; the first is measured again beside every figure, the second before each format\n"
-    )
+    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s, float32 matrix product {gemm:.0f} GFLOP/s")
+    print("the first is measured again beside every figure of few rows, the second before each format\n")
     print(f"{'weights x activations':28}{'shape':>12}{'rows':>6}{'ms':>9}{'GB/s':>8}{'of read':>9}{'GFLOP/s':>9}{'of sgemm':>9}")
     counts = (1, 64) if args.quick else (1, 2, 4, 16, 64, 256, 512)
     rng = np.random.default_rng(2)
