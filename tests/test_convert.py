@@ -202,6 +202,57 @@ def test_another_conversion_is_not_continued(source: Path, tmp_path: Path) -> No
         convert(source, out)
 
 
+def test_nobody_elses_file_is_overwritten(source: Path, tmp_path: Path) -> None:
+    """A target with a text file of a name that would be written is refused and left as it is; other files are in nobody's way."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "tokenizer.json").write_text("mine")
+    (out / "notes").write_text("mine too")
+    with pytest.raises(ModelError, match=r"tokenizer\.json would be overwritten"):
+        convert(source, out)
+    with pytest.raises(ModelError, match=r"tokenizer\.json would be overwritten"):
+        synth(out, "tiny")
+    assert files_of(out) == {"tokenizer.json": b"mine", "notes": b"mine too"}
+    (out / "tokenizer.json").unlink()
+    convert(source, out)
+    assert (out / "notes").read_text() == "mine too"
+    (tmp_path / "file").write_text("")
+    for target in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(ModelError, match=r"cannot be written \([^)]*\)$"):
+            convert(source, target)
+
+
+def test_two_conversions_do_not_write_the_same_files(source: Path, tmp_path: Path) -> None:
+    """A second one is refused while the first is at work, whatever it is asked for; the first is not disturbed."""
+    out, refused = tmp_path / "out", []
+
+    def another(_done: int, _total: int) -> None:
+        for experts in ("int4", "int8") if len(refused) < 4 else ():
+            with pytest.raises(ModelError, match="another conversion is writing there") as failure:
+                convert(source, out, experts, shard_bytes=SMALL_SHARDS)
+            refused.append(str(failure.value))
+
+    convert(source, out, shard_bytes=SMALL_SHARDS, progress=another)
+    assert len(refused) == 4
+    convert(source, tmp_path / "alone", shard_bytes=SMALL_SHARDS)
+    assert files_of(out) == files_of(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("change", [os.utime, os.unlink])
+def test_a_source_that_changes_meanwhile_makes_no_model(tmp_path: Path, change: Any) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    synth(source, "tiny", seed=6)
+    weights = next(source.glob("*.safetensors"))
+
+    def changed(done: int, total: int) -> None:
+        if done == total and weights.exists():
+            change(weights)
+
+    with pytest.raises(ModelError, match="changed during the conversion"):
+        convert(source, out, progress=changed)
+    assert not (out / "config.json").exists()
+
+
 class FullAfter:
     """A file on a disk that is full after some bytes."""
 

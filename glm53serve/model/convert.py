@@ -21,13 +21,15 @@ from numpy.typing import NDArray
 
 from glm53serve.model.conversion import Conversion, Work, plan_conversion, works_of
 from glm53serve.model.errors import ModelError
-from glm53serve.model.journal import JOURNAL, Journal, fingerprint_of, write_whole
+from glm53serve.model.journal import JOURNAL, Journal, fingerprint_of, sole_writer, source_files, write_whole
 from glm53serve.model.safetensors_file import INDEX
 from glm53serve.model.shards import DISK_RESERVE, SHARD_BYTES, header_bytes, plan_shards, shard_names
 
 COPIED = (".json", ".jinja", ".txt", ".model", ".md")
 Progress = Callable[[int, int], None]
 """(bytes written or found finished, bytes in all)"""
+Create = Callable[[Path], BinaryIO]
+"""Opens a new file for writing."""
 
 
 def convert(
@@ -39,16 +41,23 @@ def convert(
     threads: int = 2,
     shard_bytes: int | None = None,
     progress: Progress | None = None,
-    opened: Callable[[Path], BinaryIO] | None = None,
+    opened: Create | None = None,
 ) -> Conversion:
-    """Write a converted model. Raises ModelError (one line): a bad source, an occupied or foreign target, a full disk."""
+    """Write a converted model. Raises ModelError (one line): a bad source, an occupied, foreign or busy target, a full disk."""
     plan = plan_conversion(source, experts, dense)
-    shards = plan_shards(plan.units, SHARD_BYTES if shard_bytes is None else shard_bytes)
+    with sole_writer(target):
+        _convert(plan, target, threads, SHARD_BYTES if shard_bytes is None else shard_bytes, progress, opened or _create)
+    return plan
+
+
+def _convert(plan: Conversion, target: Path, threads: int, shard_bytes: int, progress: Progress | None, create: Create) -> None:
+    shards = plan_shards(plan.units, shard_bytes)
     names = shard_names(len(shards))
     headers = [header_bytes(entries) for entries in shards]
     sizes = [len(h) + sum(e.nbytes for e in entries) for h, entries in zip(headers, shards, strict=True)]
+    fingerprint, texts = fingerprint_of(plan, names, sizes), _texts(plan.checkpoint.directory)
     try:
-        journal = Journal.open(target, fingerprint_of(plan, names, sizes))
+        journal = Journal.open(target, fingerprint, [path.name for path in texts])
         done = {name: size for name, size in zip(names, sizes, strict=True) if journal.finished(name, size)}
         _check_room(target, sum(sizes) - sum(done.values()))
         written, total = 0, sum(sizes)
@@ -61,15 +70,15 @@ def convert(
                         if progress is not None:
                             progress(before + count, total)
 
-                    journal.add(name, _write_shard(target / name, header, works_of(plan, entries), pool, threads, report, opened or _create))
+                    journal.add(name, _write_shard(target / name, header, works_of(plan, entries), pool, threads, report, create))
                 written += size
                 if progress is not None:
                     progress(written, total)
-        _finish(plan, target, {e.name: name for name, entries in zip(names, shards, strict=True) for e in entries})
+        _check_source(plan, target, fingerprint)
+        _finish(plan, target, texts, {e.name: name for name, entries in zip(names, shards, strict=True) for e in entries})
     except OSError as error:
         detail = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
         raise ModelError(f"{target}: cannot be written ({detail}); finished shards are kept, the same command goes on from them", "io") from None
-    return plan
 
 
 def _create(path: Path) -> BinaryIO:
@@ -77,7 +86,7 @@ def _create(path: Path) -> BinaryIO:
 
 
 def _write_shard(
-    path: Path, header: bytes, works: Sequence[Work], pool: ThreadPoolExecutor, ahead: int, report: Callable[[int], None], create: Callable[[Path], BinaryIO]
+    path: Path, header: bytes, works: Sequence[Work], pool: ThreadPoolExecutor, ahead: int, report: Callable[[int], None], create: Create
 ) -> int:
     """Write one shard; its checksum. The work of the next few matrices is done while one is written."""
     partial = path.with_name(path.name + ".partial")
@@ -119,19 +128,34 @@ def _made(work: Work) -> list[NDArray[Any]]:
     return list(work.make())
 
 
+def _check_source(plan: Conversion, target: Path, fingerprint: dict[str, Any]) -> None:
+    """Files that were replaced meanwhile may have given a mixture of two models."""
+    try:
+        same = source_files(plan) == fingerprint["source"]
+    except OSError:
+        same = False
+    if not same:
+        raise ModelError(f"{plan.checkpoint.directory}: its files changed during the conversion; {target} has to be emptied and made anew", "io")
+
+
 def _check_room(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target).free
     if needed + DISK_RESERVE > free:
         raise ModelError(f"{target}: {needed / 1e9:.2f} GB are still to be written, the disk has {free / 1e9:.2f} GB free", "io")
 
 
-def _finish(plan: Conversion, target: Path, weight_map: dict[str, str]) -> None:
+def _texts(source: Path) -> list[Path]:
+    """The text files of a model that its conversions have too."""
+    listed = sorted(path for path in source.iterdir() if path.suffix in COPIED and path.is_file())
+    return [path for path in listed if path.name not in (INDEX, "config.json", JOURNAL) and not path.name.startswith(".")]
+
+
+def _finish(plan: Conversion, target: Path, texts: Sequence[Path], weight_map: dict[str, str]) -> None:
     """Index, text files, and config.json last; the journal goes."""
     source = plan.checkpoint.directory
     index = json.dumps({"metadata": {"total_size": plan.total}, "weight_map": weight_map}, indent=0)
-    for path in sorted(source.iterdir()):
-        if path.suffix in COPIED and path.name not in (INDEX, "config.json", JOURNAL) and path.is_file() and not path.name.startswith("."):
-            write_whole(target / path.name, path.read_bytes())
+    for path in texts:
+        write_whole(target / path.name, path.read_bytes())
     write_whole(target / INDEX, index.encode())
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for part in (config, config.get("text_config") or {}):

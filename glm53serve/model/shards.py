@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -72,11 +72,14 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
 
 
-def refuse_occupied(directory: Path) -> None:
-    """Raises ModelError (io) when the directory has a model, or parts of one; OSError when it cannot be listed."""
-    there = sorted(p.name for p in directory.iterdir() if p.name == "config.json" or p.name == INDEX or p.suffix == ".safetensors")
-    if there:
-        raise ModelError(f"{directory}: holds a model already ({there[0]}), an empty directory is needed", "io")
+def refuse_occupied(directory: Path, texts: Collection[str] = ()) -> None:
+    """Raises ModelError (io) when the directory has a model, or parts of one, or a file of the names `texts`; OSError when it cannot be listed."""
+    there = sorted(p.name for p in directory.iterdir())
+    model = [name for name in there if name in ("config.json", INDEX) or name.endswith(".safetensors")]
+    if model:
+        raise ModelError(f"{directory}: holds a model already ({model[0]}), an empty directory is needed", "io")
+    if named := [name for name in there if name in texts]:
+        raise ModelError(f"{directory}: {named[0]} would be overwritten, an empty directory is needed", "io")
 
 
 def header_bytes(entries: Sequence[Entry]) -> bytes:
@@ -104,7 +107,7 @@ def write_model(directory: Path, units: Sequence[Unit], data: Data, texts: Mappi
     weight_map = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
     index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=0)
     headers = [header_bytes(entries) for entries in shards]
-    made = _prepare(directory, total + sum(map(len, headers)) + len(index) + sum(map(len, texts.values())))
+    made = _prepare(directory, total + sum(map(len, headers)) + len(index) + sum(map(len, texts.values())), texts)
     partial: list[Path] = []
     try:
         for name, entries, header in zip(names, shards, headers, strict=True):
@@ -125,12 +128,12 @@ def write_model(directory: Path, units: Sequence[Unit], data: Data, texts: Mappi
         raise
 
 
-def _prepare(directory: Path, needed: int) -> bool:
+def _prepare(directory: Path, needed: int, texts: Collection[str]) -> bool:
     """Make the directory and see that the model fits; True when it was not there before."""
     try:
         made = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
-        refuse_occupied(directory)
+        refuse_occupied(directory, texts)
         free = shutil.disk_usage(directory).free
     except OSError as error:
         raise ModelError(f"{directory}: cannot be written ({error.strerror})", "io") from None
