@@ -85,7 +85,13 @@ class Settings:
         default_text="what is available after the dense weights",
     )
     vram_gb: float = _setting(
-        "GLM53_VRAM_GB", "float", -1.0, "Device memory the CUDA backend may take, in GB.", low=0.0, high=1e6, default_text="what is free"
+        "GLM53_VRAM_GB",
+        "float",
+        -1.0,
+        "Device memory the CUDA backend may take, in GB. Routed experts that do not fit stay in pinned host memory, the least used ones first.",
+        low=0.0,
+        high=1e6,
+        default_text="what is free",
     )
     threads: int = _setting("OMP_NUM_THREADS", "int", 0, "CPU threads of the kernels.", low=1, high=1024, default_text="all physical cores")
     # -- reuse and checkpoints

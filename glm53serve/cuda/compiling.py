@@ -39,11 +39,15 @@ def checked(result: Any) -> Any:
 
 def compiled(name: str, text: str, sizes: Mapping[str, int]) -> bytes:
     """Machine code of a source compiled with these defines, from the user's cache when it was compiled before. Raises CudaUnsupported with the log."""
-    from cuda.bindings import nvrtc
+    try:
+        from cuda.bindings import nvrtc
 
+        version = str(nvrtc.nvrtcVersion()).encode()
+    except (ImportError, RuntimeError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CudaUnsupported(f"NVRTC, which compiles the kernels, cannot be loaded (install glm53serve[cuda] or a CUDA 13 toolkit): {why}") from error
     options = [b"--gpu-architecture=sm_90a", b"-std=c++17"]
     options += [f"-D{key}={value}".encode() for key, value in sorted(sizes.items())]
-    version = str(nvrtc.nvrtcVersion()).encode()
     digest = hashlib.sha256(b"\0".join([text.encode(), version, *options])).hexdigest()
     stored = Path.home() / ".cache" / "glm53serve" / "cuda" / f"{name}-{digest[:32]}.cubin"
     if stored.exists():
