@@ -83,6 +83,18 @@ def test_a_file_that_is_not_usable_is_kept_aside(tmp_path: Path, text: str) -> N
     assert (tmp_path / "usage.aside").read_bytes() == text.encode("latin-1") and len(notes) == 1
 
 
+@pytest.mark.parametrize("text", [TEXT[:-1] + " 1" * 1000, "\n" * 1000, TEXT + "\0" * 100])
+def test_no_more_is_read_than_a_history_can_have(tmp_path: Path, text: str) -> None:
+    """A file that has grown without bounds costs neither time nor memory; the largest real one is read."""
+    path = tmp_path / "usage"
+    path.write_text(text)
+    os.truncate(path, 1 << 33)  # a hole
+    with pytest.raises(UsageError, match="over 162 bytes"):
+        usage.read_history(path, 2, 3)
+    path.write_text(render(np.full((2, 3), (1 << 64) - 1, np.uint64)))
+    assert usage.read_history(path, 2, 3) is not None
+
+
 def test_a_missing_directory_is_made(tmp_path: Path) -> None:
     path = tmp_path / "new" / "deep" / "usage"
     file = UsageFile(path, 2, 3, print)

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 VERSION_LINE = "glm53serve expert usage 1"
-READ_LIMIT = 1 << 28
 _COUNT_LIMIT = 1 << 64
 
 
@@ -59,15 +58,16 @@ def parse(text: str, layers: int, experts: int) -> NDArray[np.uint64]:
 
 def read_history(path: Path, layers: int, experts: int) -> NDArray[np.uint64] | None:
     """The counts for a run to start from, aged: uint64 [sparse layers, experts]; None where no regular file stands. Raises UsageError for one of no use."""
+    limit = len(render(np.full((layers, experts), _COUNT_LIMIT - 1, np.uint64)))
     try:
         if not path.is_file():
             return None
         with open(path, "rb") as file:
-            raw = file.read(READ_LIMIT + 1)
+            raw = file.read(limit + 1)
     except OSError as error:
         raise UsageError(error.strerror or str(error)) from error
-    if len(raw) > READ_LIMIT:
-        raise UsageError(f"over {READ_LIMIT} bytes")
+    if len(raw) > limit:
+        raise UsageError(f"over {limit} bytes")
     return parse(raw.decode("latin-1"), layers, experts) // np.uint64(2)
 
 
