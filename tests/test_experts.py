@@ -264,6 +264,7 @@ def test_a_truncated_file_is_an_error_not_a_crash(directory: Path, tmp_path: Pat
         with pytest.raises(ExpertReadError) as failure:
             ask(store, 2, [5])
         assert failure.value.tensor == piece.tensor
+        assert str(failure.value) == f"{piece.path}: {piece.tensor}: the file has {piece.offset + 100} bytes now, it had more when it was opened"
         assert store.files._buffered
     finally:
         store.close()
@@ -336,6 +337,9 @@ def test_a_directory_that_is_no_copy_is_refused(directory: Path, tmp_path: Path)
         file.write(b"x")
     with pytest.raises(ModelError, match="not a copy of it"):
         make(directory, 2, mirrors=str(other))
+    synth(tmp_path / "seed", "tiny", experts=EXPERTS, seed=4)
+    with pytest.raises(ModelError, match=r"other bytes than the model's own file .*: not a copy of it"):
+        make(directory, 2, mirrors=str(tmp_path / "seed"))
 
 
 def test_short_memory_shrinks_the_cache_with_one_line(directory: Path, truth: Checkpoint) -> None:

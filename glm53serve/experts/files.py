@@ -51,7 +51,8 @@ class ExpertFiles:
     """The weight files of a model, open in each of its copies. `fetch` may be called from any thread."""
 
     def __init__(self, copies: Sequence[Sequence[Path]], faults: Faults | None = None) -> None:
-        """copies: for each copy its files, in one order. Raises ModelError (io) when a file of a copy is missing or not the first copy's size."""
+        """copies: for each copy its files, in one order. Raises ModelError (io) when a file of a copy is missing, not the first copy's size or, at
+        a look into it, not its content."""
         self.copies = [list(files) for files in copies]
         self.direct = False
         self.on_trouble: Callable[[str], None] = _silent
@@ -61,11 +62,13 @@ class ExpertFiles:
         self._direct: list[list[int]] = []
         self._bad: set[int] = set()
         self._measuring = False
-        for files, fds in zip(self.copies[1:], self._buffered[1:], strict=True):
-            for path, fd, first in zip(files, fds, self._buffered[0], strict=True):
-                size, wanted = os.fstat(fd).st_size, os.fstat(first).st_size
-                if size != wanted:
-                    raise ModelError(f"{path}: {size} bytes, the model's own file has {wanted}: not a copy of it", "io")
+        try:
+            for files, fds in zip(self.copies[1:], self._buffered[1:], strict=True):
+                for path, fd, first in zip(files, fds, self._buffered[0], strict=True):
+                    _check_copy(path, fd, first)
+        except ModelError:
+            self.close()
+            raise
 
     def fetch(self, place: Place, buffer: NDArray[np.uint8], copy: int = 0) -> None:
         """Read one expert into a page-aligned buffer; a copy that fails is stood in for by the others. Raises ExpertReadError."""
@@ -98,8 +101,8 @@ class ExpertFiles:
                 done = done // PAGE * PAGE if self.direct else done
                 count = os.preadv(fd, [view[done:]], run.offset + done)
                 if count == 0 or (self.direct and done + count < run.needed and count % PAGE):
-                    at = run.offset + done + count
-                    raise ExpertReadError(f"{path}: ends at byte {at}, within {run.tensor_at(at)}", run.tensor_at(at))
+                    at, end = run.offset + done + count, os.fstat(fd).st_size
+                    raise ExpertReadError(f"{path}: {run.tensor_at(at)}: the file has {end} bytes now, it had more when it was opened", run.tensor_at(at))
                 done += count
         except OSError as error:
             tensor = run.tensor_at(run.offset + done)
@@ -170,6 +173,19 @@ class ExpertFiles:
 
 def _silent(_line: str) -> None:
     return
+
+
+def _check_copy(path: Path, fd: int, first: int) -> None:
+    """Compare a file with the model's own: its size, and a page at the start (which tensors lie where), in the middle and at the end."""
+    size, wanted = os.fstat(fd).st_size, os.fstat(first).st_size
+    if size != wanted:
+        raise ModelError(f"{path}: {size} bytes, the model's own file has {wanted}: not a copy of it", "io")
+    try:
+        for offset in (0, size // 2, max(0, size - PAGE)):
+            if os.pread(fd, PAGE, offset) != os.pread(first, PAGE, offset):
+                raise ModelError(f"{path}: other bytes than the model's own file behind byte {offset}: not a copy of it", "io")
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be compared with the model's own file ({error.strerror})", "io") from None
 
 
 def _open_all(files: Sequence[Path], flags: int) -> list[int]:
