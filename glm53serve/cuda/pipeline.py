@@ -187,7 +187,7 @@ class Pipeline:
         self._products(rows, jobs)
         rows_table = st.rows_table(index)
         self.device.launch(
-            "dsa_prepare", (rows,), 256,
+            "dsa_prepare", (rows, 3 if own else 2), 256,
             [plain["q_latent"], c.q_lora_rank, w.q_norm, qr.high, self._lower(qr), qr.ld, plain["kv"], c.kv_lora_rank, w.kv_norm, c.rms_norm_eps,
              plain["key"] if own else None, di, own.norm if own else None, own.bias if own else None, at.slot, at.position, at.live,
              rows_table, st.narrow_table(index)],
@@ -269,7 +269,7 @@ class Pipeline:
         self.device.launch(
             "attend_few", (s.splits, rows, -(-c.num_heads // 16)), 256,
             [absorbed.high, absorbed.low, absorbed.ld, c.qk_head_dim**-0.5, at.slot, rows_table, c.kv_lora_rank, plain["selected"], s.selection,
-             plain["selected_count"], DECODE_SPLIT, plain["splits"]],
+             plain["selected_count"], plain["splits"]],
             2 * 96 * (latent + 8) + 2 * 32 * 40 + 4 * (4 * 16 * 33 + 48),
         )  # fmt: skip
         join = plain["splits"], s.splits, DECODE_SPLIT, plain["selected_count"], 0, c.kv_lora_rank

@@ -19,8 +19,6 @@ SKINNY_BLOCKS = {4: 264, 8: 132, 16: 132}
 SKINNY_ACTIVATIONS = {4: 32 << 10, 8: 128 << 10, 16: 128 << 10}
 """Bytes of shared memory for activations."""
 SKINNY_WARPS, TEAM_TILES, RING_BYTES = 8, 2, 8 * 4 * 2304  # as gemv.cu has them
-ROUND_COST = 2
-"""Steps of a warp that the end of a round is worth."""
 GEMM_SHARED = 1024 + 6 * 16384 + 2 * 16 * 4096  # the swizzled tiles' alignment, activations, weights; the other tiled kernels take less
 
 
@@ -102,21 +100,25 @@ def run_products(device: Device, rows: int, jobs: list[Job], token_tile: int, ex
 
 
 def _launch_skinny(device: Device, rows: int, jobs: list[Job], experts: ExpertGroups | None) -> None:
-    """One launch whose blocks share the rounds of all matrices by cost. At most one matrix a launch is an expert table."""
+    """One launch whose blocks share the rounds of all matrices. At most one matrix a launch is an expert table."""
     columns = skinny_columns(rows)
     everything = _header(rows, jobs, experts)
     everything.x_bytes = SKINNY_ACTIVATIONS[columns]
-    rounds = 0
+    whole = most = 0
     for i, job in enumerate(sorted(jobs, key=lambda job: bool(job.table))):
         if job.table and i + 1 < len(jobs):
             raise ValueError("two expert tables in a launch")
-        job.cost = 2 * -(-job.granules // job.slices) + ROUND_COST
-        here = (experts.most if job.table and experts else job.groups) * -(-job.tiles // (TEAM_TILES * SKINNY_WARPS // job.slices))
-        everything.static_cost += 0 if job.table else here * job.cost
-        rounds += here
+        job.slice_bits = job.slices.bit_length() - 1
+        job.each = -(-job.tiles // (TEAM_TILES * SKINNY_WARPS // job.slices))
+        job.by_each = 0 if job.each == 1 else -(-(1 << 32) // job.each)
+        job.first_block = 0 if job.table else whole
+        whole += 0 if job.table else job.groups * job.each
+        most += (experts.most if job.table and experts else job.groups) * job.each
         everything.job[i] = job
+    blocks = min(most, SKINNY_BLOCKS[columns])
+    everything.share, everything.rest = divmod(whole, blocks)
     shared = RING_BYTES + 4 * SKINNY_WARPS * TEAM_TILES * 16 * columns + 128 + everything.x_bytes
-    device.launch(f"gemv_{columns}", (min(rounds, SKINNY_BLOCKS[columns]),), 32 * SKINNY_WARPS, [everything], shared)
+    device.launch(f"gemv_{columns}", (blocks,), 32 * SKINNY_WARPS, [everything], shared)
 
 
 def _header(rows: int, jobs: list[Job], experts: ExpertGroups | None) -> Jobs:

@@ -204,7 +204,9 @@ class Job(ctypes.Structure):
         ("first_block", ctypes.c_int),
         ("token_tiles", ctypes.c_int),
         ("limit", ctypes.c_float),
-        ("cost", ctypes.c_int),
+        ("slice_bits", ctypes.c_int),
+        ("each", ctypes.c_int),
+        ("by_each", ctypes.c_uint32),
     )
 
 
@@ -220,9 +222,9 @@ class Jobs(ctypes.Structure):
         ("list", ctypes.c_void_p),
         ("groups", ctypes.c_void_p),
         ("top_k", ctypes.c_int),
-        ("static_cost", ctypes.c_int),
+        ("share", ctypes.c_int),
+        ("rest", ctypes.c_int),
         ("x_bytes", ctypes.c_int),
-        ("pad", ctypes.c_int),
         ("job", Job * MAX_JOBS),
     )
 

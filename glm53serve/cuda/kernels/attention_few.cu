@@ -3,16 +3,17 @@
 
 #define FEW_HEADS 16
 #define FEW_TOKENS 32
+#define FEW_SPLIT 64                          // tokens of a block, DECODE_SPLIT of scratch.py
 #define FEW_STRIDE (LATENT + 8)
 #define FEW_PARTS 4                           // warps that share a token's columns in the scores; two halves of the tokens beside each other
 #define FEW_DIMS (LATENT / 8)                 // columns of a warp in the sums
 #define FEW_LOADS (FEW_TOKENS * (LATENT / 4) / 256)
 
-// query [rows][HEADS][ldq] split; latents of each slot [capacity][R] float32; selected, counts as dsa_select wrote them. Tokens blockIdx.x * per_split ..
-// + per_split of the selection. partial [row][split][HEADS][LATENT + 2] = unnormalised c, maximum, sum; nothing for a part beyond the selection.
+// query [rows][HEADS][ldq] split; latents of each slot [capacity][R] float32; selected, counts as dsa_select wrote them. Tokens blockIdx.x * FEW_SPLIT ..
+// + FEW_SPLIT of the selection. partial [row][split][HEADS][LATENT + 2] = unnormalised c, maximum, sum; nothing for a part beyond the selection.
 // grid (splits, rows, HEADS / 16), 256 threads. Dynamic shared memory: see Pipeline.
-KERNEL __launch_bounds__(256, 2) attend_few(const u16* q_high, const u16* q_low, int ldq, float scale, const int* slot, const u64* rows_at, int R, const int* selected,
-                                            int ld, const int* counts, int per_split, float* partial) {
+KERNEL __launch_bounds__(256, 1) attend_few(const u16* q_high, const u16* q_low, int ldq, float scale, const int* slot, const u64* rows_at, int R, const int* selected,
+                                            int ld, const int* counts, float* partial) {
     DYNAMIC_SHARED(u16, memory);
     u16* q = memory;                                     // [high, low][head][FEW_STRIDE]
     u16* l = q + 2 * FEW_HEADS * FEW_STRIDE;             // [high, low][token][FEW_STRIDE]
@@ -20,13 +21,37 @@ KERNEL __launch_bounds__(256, 2) attend_few(const u16* q_high, const u16* q_low,
     float* s = (float*)(p + 2 * FEW_HEADS * (FEW_TOKENS + 8));  // [part][head][FEW_TOKENS + 1]
     float* top = s + FEW_PARTS * FEW_HEADS * (FEW_TOKENS + 1);
     float *sum = top + FEW_HEADS, *shrink = sum + FEW_HEADS;
+    __shared__ int chosen[FEW_SPLIT];
     LET_NEXT_START();
-    WAIT_BEFORE();
     const int row = blockIdx.y, head0 = blockIdx.z * FEW_HEADS, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int begin = blockIdx.x * per_split, end = min(counts[row], begin + per_split);
-    if (begin >= end) return;
+    const int begin = blockIdx.x * FEW_SPLIT, end = min(counts[row], begin + FEW_SPLIT);  // the selection and the latents are older than the kernel before
+    if (begin >= end) {
+        WAIT_BEFORE();
+        return;
+    }
     const float* rows = (const float*)rows_at[slot[row]];
-    const int* chosen = selected + (long)row * ld;
+    if (begin + (int)threadIdx.x < end) chosen[threadIdx.x] = selected[(long)row * ld + begin + threadIdx.x];
+    __syncthreads();
+    F4 v[FEW_LOADS];
+    auto fetch = [&](int base) {
+#pragma unroll
+        for (int i = 0; i < FEW_LOADS; ++i) {
+            const int at = threadIdx.x + 256 * i, token = at / (LATENT / 4), piece = at % (LATENT / 4) * 4;
+            v[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+            if (base + token < end && piece < R) {
+                const float* from = rows + (long)chosen[base - begin + token] * R + piece;
+                if (R % 4 == 0) v[i] = *(const F4*)from;
+                else {
+                    v[i].x = from[0];
+                    if (piece + 1 < R) v[i].y = from[1];
+                    if (piece + 2 < R) v[i].z = from[2];
+                    if (piece + 3 < R) v[i].w = from[3];
+                }
+            }
+        }
+    };
+    fetch(begin);
+    WAIT_BEFORE();
     for (int at = threadIdx.x; at < FEW_HEADS * (LATENT / 8); at += 256) {
         const int head = at / (LATENT / 8), piece = at % (LATENT / 8) * 8;
         const bool there = head0 + head < HEADS;
@@ -40,22 +65,6 @@ KERNEL __launch_bounds__(256, 2) attend_few(const u16* q_high, const u16* q_low,
 #pragma unroll
     for (int i = 0; i < FEW_DIMS / 2; ++i) c[i / 4][i % 4] = 0.0f;
     for (int base = begin; base < end; base += FEW_TOKENS) {
-        F4 v[FEW_LOADS];
-#pragma unroll
-        for (int i = 0; i < FEW_LOADS; ++i) {
-            const int at = threadIdx.x + 256 * i, token = at / (LATENT / 4), piece = at % (LATENT / 4) * 4;
-            v[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-            if (base + token < end && piece < R) {
-                const float* from = rows + (long)chosen[base + token] * R + piece;
-                if (R % 4 == 0) v[i] = *(const F4*)from;
-                else {
-                    v[i].x = from[0];
-                    if (piece + 1 < R) v[i].y = from[1];
-                    if (piece + 2 < R) v[i].z = from[2];
-                    if (piece + 3 < R) v[i].w = from[3];
-                }
-            }
-        }
         __syncthreads();  // the tokens before are used
 #pragma unroll
         for (int i = 0; i < FEW_LOADS; ++i) {
@@ -67,6 +76,7 @@ KERNEL __launch_bounds__(256, 2) attend_few(const u16* q_high, const u16* q_low,
         }
         copies_wait<0>();
         __syncthreads();
+        if (base + FEW_TOKENS < end) fetch(base + FEW_TOKENS);
         {  // scores of 16 tokens over a quarter of the columns
             const int part = warp % FEW_PARTS, first = warp / FEW_PARTS * 16, from = part * (LATENT / FEW_PARTS);
             float d[2][3][4];

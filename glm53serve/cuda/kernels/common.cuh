@@ -201,13 +201,16 @@ __device__ __forceinline__ void shared_to_tensor_cores() { asm volatile("fence.p
 
 // Pair i (0..3) of a word of eight 4-bit levels as two bf16: nibble i is the even column 2i, nibble i + 4 the odd column 2i + 1.
 template <int I> __device__ __forceinline__ u32 int4_pair(u32 word) {
-    u32 p = ((word >> (4 * I)) & 0x000f000fu) | 0x43004300u, r;  // bf16 128 + level
+    u32 p, r;
+    asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(p) : "r"(word >> (4 * I)));  // bf16 128 + level, masked and set at once
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(p), "r"(0x43084308u));
     return r;
 }
 __device__ __forceinline__ u32 int8_pair(u32 bytes) {  // two signed bytes in bits 0..7 and 16..23: 128 + the low seven bits, less 128, or 256 where the sign is set
-    u32 r;
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"((bytes & 0x007f007fu) | 0x43004300u), "r"((bytes & 0x00800080u) | 0x43004300u));
+    u32 low, less, r;
+    asm("lop3.b32 %0, %1, 0x007f007f, 0x43004300, 0xea;" : "=r"(low) : "r"(bytes));
+    asm("lop3.b32 %0, %1, 0x00800080, 0x43004300, 0xea;" : "=r"(less) : "r"(bytes));
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(low), "r"(less));
     return r;
 }
 __device__ __forceinline__ void int8_pairs(u32 word, u32& first, u32& second) {  // four signed bytes as 2 x two bf16

@@ -4,7 +4,8 @@
 
 __device__ __forceinline__ float* latents_of(const u64* rows_at, int slot) { return (float*)rows_at[slot]; }
 
-// Norms of one row: q latent (split, [T][ldq]), cache row (float32, and bf16 where narrow_rows_at is given), index key. q_latent [T][Q], kv [T][R], key [T][DI] in place. grid (T), 256 threads.
+// Norms of one row, a block each: q latent (split, [T][ldq]), cache row (float32, and bf16 where narrow_rows_at is given), index key. q_latent [T][Q], kv [T][R], key [T][DI] in place.
+// grid (T, 3 with a key, else 2), 256 threads.
 KERNEL dsa_prepare(const float* q_latent, int Q, const float* q_norm, u16* q_high, u16* q_low, int ldq, const float* kv, int R, const float* kv_norm, float eps, float* key,
                    int DI, const float* key_norm, const float* key_bias, const int* slot, const int* position, const int* live, const u64* rows_at, const u64* narrow_rows_at) {
     __shared__ float room[32];
@@ -12,29 +13,31 @@ KERNEL dsa_prepare(const float* q_latent, int Q, const float* q_norm, u16* q_hig
     WAIT_BEFORE();
     const int row = blockIdx.x;
     float sum = 0.0f;
-    for (int i = threadIdx.x; i < Q; i += blockDim.x) { float v = q_latent[(long)row * Q + i]; sum += v * v; }
-    float by = 1.0f / sqrtf(block_sum(sum, room) / Q + eps);
-    for (int i = threadIdx.x; i < Q; i += blockDim.x) store_split(q_high, q_low, (long)row * ldq + i, q_norm[i] * (q_latent[(long)row * Q + i] * by));
-    sum = 0.0f;
-    for (int i = threadIdx.x; i < R; i += blockDim.x) { float v = kv[(long)row * R + i]; sum += v * v; }
-    by = 1.0f / sqrtf(block_sum(sum, room) / R + eps);
-    if (live[row]) {
+    if (blockIdx.y == 0) {
+#pragma unroll 8
+        for (int i = threadIdx.x; i < Q; i += 256) { float v = q_latent[(long)row * Q + i]; sum += v * v; }
+        const float by = 1.0f / sqrtf(block_sum(sum, room) / Q + eps);
+#pragma unroll 8
+        for (int i = threadIdx.x; i < Q; i += 256) store_split(q_high, q_low, (long)row * ldq + i, q_norm[i] * (q_latent[(long)row * Q + i] * by));
+    } else if (blockIdx.y == 1) {
+        for (int i = threadIdx.x; i < R; i += 256) { float v = kv[(long)row * R + i]; sum += v * v; }
+        const float by = 1.0f / sqrtf(block_sum(sum, room) / R + eps);
+        if (!live[row]) return;
         float* to = latents_of(rows_at, slot[row]) + (long)position[row] * R;
         u16* narrow = narrow_rows_at ? (u16*)narrow_rows_at[slot[row]] + (long)position[row] * R : nullptr;
-        for (int i = threadIdx.x; i < R; i += blockDim.x) {
+        for (int i = threadIdx.x; i < R; i += 256) {
             const float v = kv_norm[i] * (kv[(long)row * R + i] * by);
             to[i] = v;
             if (narrow) narrow[i] = to_bf16(v);
         }
+    } else {
+        for (int i = threadIdx.x; i < DI; i += 256) sum += key[(long)row * DI + i];
+        const float mean = block_sum(sum, room) / DI;
+        sum = 0.0f;
+        for (int i = threadIdx.x; i < DI; i += 256) { float v = key[(long)row * DI + i] - mean; sum += v * v; }
+        const float deviation = sqrtf(block_sum(sum, room) / DI + 1e-6f);
+        for (int i = threadIdx.x; i < DI; i += 256) key[(long)row * DI + i] = key_norm[i] * (key[(long)row * DI + i] - mean) / deviation + key_bias[i];
     }
-    if (!key) return;
-    sum = 0.0f;
-    for (int i = threadIdx.x; i < DI; i += blockDim.x) sum += key[(long)row * DI + i];
-    const float mean = block_sum(sum, room) / DI;
-    sum = 0.0f;
-    for (int i = threadIdx.x; i < DI; i += blockDim.x) { float v = key[(long)row * DI + i] - mean; sum += v * v; }
-    const float deviation = sqrtf(block_sum(sum, room) / DI + 1e-6f);
-    for (int i = threadIdx.x; i < DI; i += blockDim.x) key[(long)row * DI + i] = key_norm[i] * (key[(long)row * DI + i] - mean) / deviation + key_bias[i];
 }
 
 // Keys of the pools that rows complete: a softmax over the pool for each channel; older members come from the tail. grid (T), DI threads (or fewer).

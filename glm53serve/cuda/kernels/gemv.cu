@@ -15,85 +15,99 @@
 template <int NT> struct RoundSums { float c[TEAM_TILES][NT][4]; };
 struct RowGroup { const U4* data; const float* scale; int start, count; };
 
-// Rounds of this block, matrix by matrix. Experts come last: their number is known after the wait only.
+// Rounds of this block, in order: a share of those of all whole matrices, then of the experts', whose number is known after the wait only.
 struct Walk {
-    int job, round, last, each;  // each: rounds of one group of the job
-    u32 base, from, to;
+    int job, group, within, left;  // within: round of the group
+    bool fresh, experts;
     __device__ __forceinline__ void begin(const Jobs& jobs) {
-        job = -1;
-        round = last = each = 0;
-        share(jobs.static_cost);
+        const int b = blockIdx.x, first = b * jobs.share + min(b, jobs.rest);
+        left = jobs.share + (b < jobs.rest);
+        fresh = true;
+        experts = false;
+        job = group = within = 0;
+        if (left == 0) return;
+        while (job + 1 < jobs.count && !jobs.job[job + 1].table && first >= jobs.job[job + 1].first_block) ++job;
+        place(jobs, first - jobs.job[job].first_block);
     }
-    __device__ __forceinline__ void share(u32 total) {
-        base = 0;
-        from = total * blockIdx.x / gridDim.x;
-        to = total * (blockIdx.x + 1) / gridDim.x;
+    __device__ __forceinline__ void place(const Jobs& jobs, int round) {
+        const Job& j = jobs.job[job];
+        group = j.by_each ? (int)__umulhi((u32)round, j.by_each) : round;
+        within = round - group * j.each;
     }
     __device__ __forceinline__ bool next(const Jobs& jobs, int groups) {  // groups < 0: not known yet; false: no round is left, or known
-        ++round;
-        while (round >= last) {
-            if (job + 1 >= jobs.count) return false;
-            const Job& j = jobs.job[job + 1];
-            if (j.table && groups < 0) return false;
-            ++job;
-            const int per = TEAM_TILES * GEMV_WARPS / j.slices;
-            each = (j.tiles + per - 1) / per;
-            const u32 cost = j.cost, rounds = each * (j.table ? groups : j.groups);
-            if (j.table) share(rounds * cost);
-            round = from <= base ? 0 : (from - base + cost - 1) / cost;
-            last = to <= base ? 0 : min((int)rounds, (int)((to - base + cost - 1) / cost));
-            base += rounds * cost;
+        if (left == 0) {
+            const Job& j = jobs.job[jobs.count - 1];
+            if (experts || groups < 0 || !j.table) return false;
+            experts = true;
+            job = jobs.count - 1;
+            const u32 rounds = (u32)groups * j.each, share = rounds / gridDim.x, rest = rounds - share * gridDim.x;
+            left = share + (blockIdx.x < rest);
+            if (left == 0) return false;
+            place(jobs, blockIdx.x * share + min(blockIdx.x, rest));
+        } else if (!fresh && ++within == jobs.job[job].each) {
+            within = 0;
+            if (++group == jobs.job[job].groups && !experts) { group = 0; ++job; }
         }
+        fresh = false;
+        --left;
         return true;
     }
 };
 
 // What this warp reads in a round.
 struct WarpPart { int tile, slice, granules; };
-__device__ __forceinline__ WarpPart part_of(const Job& job, const Walk& walk, int warp) {
-    const int team = warp / job.slices, slice = warp % job.slices, tile = (walk.round % walk.each * (GEMV_WARPS / job.slices) + team) * TEAM_TILES;
+__device__ __forceinline__ WarpPart part_of(const Job& job, int within, int warp) {
+    const int slice = warp & (job.slices - 1), tile = ((within << 3 >> job.slice_bits) + (warp >> job.slice_bits)) * TEAM_TILES;
     const bool busy = tile < job.tiles && slice < job.granules;
-    return {tile, slice, busy ? (job.granules - slice + job.slices - 1) / job.slices : 0};
+    return {tile, slice, busy ? (job.granules - slice + job.slices - 1) >> job.slice_bits : 0};
 }
 
 // Keeps a warp's ring full: the steps of all its rounds in the order in which they are used.
 struct Feeder {
     Walk walk;
-    const U4* data;
-    const char* scale;
-    long second;  // from a tile to the next, U4s
-    int left, stride, format, half;
-    __device__ __forceinline__ void begin(const Jobs& jobs) { walk.begin(jobs); left = 0; }
+    const char *data, *scale;
+    int second, left, jump, format, scale_jump;  // bytes to the second tile; steps left; bytes from a granule's second half to the next granule
+    u32 place;                                   // next step of the ring
+    __device__ __forceinline__ void begin(const Jobs& jobs) { walk.begin(jobs); left = place = 0; }
     // One more step; false: there is none, or not known yet.
-    __device__ __forceinline__ bool step(const Jobs& jobs, int groups, const RowGroup* near, int near_first, char* to, int warp, int lane) {
+    __device__ __forceinline__ bool step(const Jobs& jobs, int groups, const RowGroup* near, int near_first, char* ring, int warp, int lane) {
         while (left == 0) {
             if (!walk.next(jobs, groups)) { copies_commit(); return false; }
             const Job& job = jobs.job[walk.job];
-            const WarpPart part = part_of(job, walk, warp);
-            const int group = walk.round / walk.each;
-            const U4* d = job.table ? near[group - near_first].data : job.data + group * job.data_stride;
-            const float* s = job.table ? near[group - near_first].scale : job.scale + group * job.scale_stride;
+            const WarpPart part = part_of(job, walk.within, warp);
+            const RowGroup& of = near[walk.group - near_first];
+            const U4* d = walk.experts ? of.data : job.data + walk.group * job.data_stride;
+            const float* s = walk.experts ? of.scale : job.scale + walk.group * job.scale_stride;
             const bool two = part.tile + 1 < job.tiles;
-            const long first = (long)part.tile * job.granules;
+            const long first = (long)part.tile * job.granules + part.slice;
             format = job.format;
             left = 2 * part.granules;
-            stride = job.slices;
-            half = 0;
-            data = d + (first + part.slice) * 128 + lane;
-            second = two ? job.granules * 128 : 0;
-            const long tile_at = first + (two && (format == INT4 ? lane >> 4 : lane) ? job.granules : 0) + part.slice;
-            scale = (const char*)(s + (format == INT4 ? tile_at * 64 + (lane & 15) * 4 : tile_at * 2));
+            jump = 2048 * job.slices - 1024;
+            data = (const char*)(d + first * 128 + lane);
+            second = two ? job.granules * 2048 : 0;
+            if (HAS(INT4) && format == INT4) {
+                scale = (const char*)(s + (first + (two && lane >> 4 ? job.granules : 0)) * 64 + (lane & 15) * 4);
+                scale_jump = 256 * job.slices - 8;
+            } else if (HAS(FP8) && format == FP8) {
+                scale = (const char*)(s + (first + (two && lane ? job.granules : 0)) * 2);
+                scale_jump = 8 * job.slices;
+            }
         }
-        char* mine = to + lane * 16;
-        copy16_async(mine, data, true); copy16_async(mine + 512, data + 32, true);
-        copy16_async(mine + 1024, data + second, true); copy16_async(mine + 1536, data + second + 32, true);
-        if (HAS(INT4) && format == INT4) copy8_async(to + 2048 + lane * 8, scale + 8 * half);
-        else if (HAS(FP8) && format == FP8 && lane < 2) copy8_async(to + 2048 + lane * 8, scale);
+        char *to = ring + place * STEP_BYTES, *mine = to + lane * 16;
+        copy16_async(mine, data, true); copy16_async(mine + 512, data + 512, true);
+        copy16_async(mine + 1024, data + second, true); copy16_async(mine + 1536, data + second + 512, true);
+        const bool odd = left & 1;  // the second half of a granule
+        if (HAS(INT4) && format == INT4) {
+            copy8_async(to + 2048 + lane * 8, scale);
+            scale += odd ? scale_jump : 8;
+        } else if (HAS(FP8) && format == FP8) {
+            if (lane < 2) copy8_async(to + 2048 + lane * 8, scale);
+            scale += odd ? scale_jump : 0;
+        }
         copies_commit();
-        data += half ? 128 * stride - 64 : 64;
-        if (half) scale += (format == INT4 ? 256 : 8) * stride;
-        half ^= 1;
+        data += odd ? jump : 1024;
         --left;
+        place = (place + 1) % RING_STEPS;
         return true;
     }
 };
@@ -210,16 +224,16 @@ __device__ __forceinline__ void write_value(const Jobs& jobs, const Job& job, co
 
 // A round of `count` rows: the steps of this warp, then the sums of the slices put together in order.
 template <int FORMAT, int NT>
-__device__ __forceinline__ void one_round(const Jobs& jobs, int groups, const RowGroup* near, int near_first, const Walk& walk, Feeder& feeder, int& slot, Loaded& loaded, const GemvRoom& room) {
+__device__ __forceinline__ void one_round(const Jobs& jobs, int groups, const RowGroup* near, int near_first, const Walk& walk, Feeder& feeder, u32& place, Loaded& loaded, const GemvRoom& room) {
     constexpr int UNITS = FORMAT == INT4 ? 8 : FORMAT == INT8 || FORMAT == FP8 ? 4 : FORMAT == BF16 ? 2 : 1;  // of a granule
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, group = walk.round / walk.each;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, group = walk.group;
     const Job& job = jobs.job[walk.job];
-    const WarpPart part = part_of(job, walk, warp);
-    const bool expert = job.table != nullptr;
-    const int start = expert ? near[group - near_first].start : 0, count = expert ? near[group - near_first].count : jobs.rows;
-    const float* scale = expert ? near[group - near_first].scale : job.scale + group * job.scale_stride;
+    const WarpPart part = part_of(job, walk.within, warp);
+    const RowGroup& of = near[group - near_first];
+    const bool expert = walk.experts;
+    const int start = expert ? of.start : 0, count = expert ? of.count : jobs.rows;
     const u16 *high = job.x_high + (expert ? 0 : group * job.x_stride), *low = job.x_low + (expert ? 0 : group * job.x_stride);
-    const int together = min(max(1, room.bytes / (count * 128 * UNITS)), job.granules);  // granules whose columns fit in shared memory
+    const int fit = room.bytes / (128 * UNITS), together = fit >= count * job.granules ? job.granules : max(1, fit / count);  // granules whose columns fit in
     Activations<NT> x;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
@@ -230,7 +244,8 @@ __device__ __forceinline__ void one_round(const Jobs& jobs, int groups, const Ro
     RoundSums<NT> s;
 #pragma unroll
     for (int i = 0; i < TEAM_TILES * NT * 4; ++i) s.c[i / (NT * 4)][i / 4 % NT][i % 4] = 0.0f;
-    int granule = part.slice, end = part.granules ? job.granules : 0;
+    int granule = part.slice;
+    const int end = part.granules ? job.granules : 0;
     for (int first = 0; first < job.granules; first += together) {
         const int units = min(together, job.granules - first) * UNITS;
         const bool whole = together == job.granules;
@@ -238,16 +253,21 @@ __device__ __forceinline__ void one_round(const Jobs& jobs, int groups, const Ro
             load_activations(room, jobs, job, high, low, start, count, first * UNITS, units);
             loaded = {whole ? high : nullptr, job.x_map, start, count, units};
         }
-        for (const int stop = min(end, first + together); granule < stop; granule += job.slices)
-#pragma unroll 1
-            for (int half = 0; half < 2; ++half) {
-                copies_wait<RING_STEPS - 2>();
-                __syncwarp();  // this step is there for all lanes, and all are done with the one before, whose place the next one takes
-                feeder.step(jobs, groups, near, near_first, room.ring + (slot + RING_STEPS - 1) % RING_STEPS * STEP_BYTES, warp, lane);
-                step_products<FORMAT, NT>(s, room.ring + slot * STEP_BYTES, x, (granule - first) * UNITS + half * UNITS / 2, half, lane);
-                slot = (slot + 1) % RING_STEPS;
-            }
+        const int stop = min(end, first + together);
+        if (granule >= stop) continue;
+        int unit = (granule - first) * UNITS, half = 0;
+        do {
+            copies_wait<RING_STEPS - 2>();
+            __syncwarp();  // this step is there for all lanes, and all are done with the one before, whose place the next one takes
+            feeder.step(jobs, groups, near, near_first, room.ring, warp, lane);
+            step_products<FORMAT, NT>(s, room.ring + place * STEP_BYTES, x, unit, half, lane);
+            place = (place + 1) % RING_STEPS;
+            unit += half ? job.slices * UNITS - UNITS / 2 : UNITS / 2;
+            granule += half ? job.slices : 0;
+            half ^= 1;
+        } while (granule < stop);
     }
+    const float* scale = expert ? of.scale : job.scale + group * job.scale_stride;
     if (job.slices == 1) {
         if (part.granules)
 #pragma unroll
@@ -272,11 +292,11 @@ __device__ __forceinline__ void one_round(const Jobs& jobs, int groups, const Ro
             mine[(i * 16 + g + 8) * 4 * NT + 4 * n + t] = s.c[i][n][2] + s.c[i][n][3];
         }
     __syncthreads();
-    const int teams = GEMV_WARPS / job.slices, tall = teams * TEAM_TILES * 16, tile0 = walk.round % walk.each * teams * TEAM_TILES;
-    for (int i = threadIdx.x; i < tall * count; i += 32 * GEMV_WARPS) {
-        const int r = i / tall, row = i % tall, r16 = row & 15;
+    const int tall_bits = 3 - job.slice_bits + 5, tile0 = (walk.within << 3 >> job.slice_bits) * TEAM_TILES;  // rows of all teams: 1 << tall_bits
+    for (int i = threadIdx.x; i < count << tall_bits; i += 32 * GEMV_WARPS) {
+        const int r = i >> tall_bits, row = i & ((1 << tall_bits) - 1), r16 = row & 15;
         if (job.out == OUT_SWIGLU && r16 >= 8) continue;
-        const float* from = room.sums + (row / (16 * TEAM_TILES) * job.slices * TEAM_TILES * 16 + row % (16 * TEAM_TILES)) * 4 * NT + r;
+        const float* from = room.sums + ((row >> 5 << job.slice_bits) * 32 + (row & 31)) * 4 * NT + r;
         float value = 0.0f, partner = 0.0f;
         for (int w = 0; w < job.slices; ++w) {
             value += from[w * TEAM_TILES * 16 * 4 * NT];
@@ -287,13 +307,13 @@ __device__ __forceinline__ void one_round(const Jobs& jobs, int groups, const Ro
 }
 
 template <int NT>
-__device__ __forceinline__ void round_of_format(const Jobs& jobs, int groups, const RowGroup* near, int near_first, const Walk& walk, Feeder& feeder, int& slot, Loaded& loaded, const GemvRoom& room) {
+__device__ __forceinline__ void round_of_format(const Jobs& jobs, int groups, const RowGroup* near, int near_first, const Walk& walk, Feeder& feeder, u32& place, Loaded& loaded, const GemvRoom& room) {
     const int format = jobs.job[walk.job].format;
-    if (HAS(INT4) && format == INT4) one_round<INT4, NT>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
-    else if (HAS(BF16) && format == BF16) one_round<BF16, NT>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
-    else if (HAS(INT8) && format == INT8) one_round<INT8, NT>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
-    else if (HAS(FP8) && format == FP8) one_round<FP8, NT>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
-    else if (HAS(F32)) one_round<F32, NT>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
+    if (HAS(INT4) && format == INT4) one_round<INT4, NT>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+    else if (HAS(BF16) && format == BF16) one_round<BF16, NT>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+    else if (HAS(INT8) && format == INT8) one_round<INT8, NT>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+    else if (HAS(FP8) && format == FP8) one_round<FP8, NT>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+    else if (HAS(F32)) one_round<F32, NT>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
 }
 
 template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
@@ -310,10 +330,10 @@ template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
     int primed = 0;
     if (!jobs.job[0].table) {
 #pragma unroll 1
-        while (primed < RING_STEPS - 1 && feeder.step(jobs, -1, near, 0, room.ring + primed * STEP_BYTES, warp, lane)) ++primed;
+        while (primed < RING_STEPS - 1 && feeder.step(jobs, -1, near, 0, room.ring, warp, lane)) ++primed;
         if (lane < TEAM_TILES && feeder.left)
             for (int i = 0; i < AHEAD_GRANULES && i < feeder.left / 2; ++i)
-                ask_into_l2(feeder.data - lane + (lane ? feeder.second : 0) + (feeder.half ? -64 : 0) + (i + 1) * 128 * feeder.stride, 2048);
+                ask_into_l2(feeder.data - lane * 16 + (lane ? feeder.second : 0) + (feeder.left & 1 ? feeder.jump : 0) + i * (feeder.jump + 1024), 2048);
     }
     WAIT_BEFORE();
     int groups = -1, near_first = 0;
@@ -321,13 +341,12 @@ template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
     if (final_job.table) {
         groups = jobs.groups[0];
         Walk walk;
-        walk.begin(jobs);
-        walk.job = jobs.count - 2;
-        walk.round = walk.last = 0;
+        walk.left = 0;
+        walk.fresh = walk.experts = false;
         if (walk.next(jobs, groups)) {
-            near_first = walk.round / walk.each;
+            near_first = walk.group;
             const int group = near_first + threadIdx.x;
-            if ((int)threadIdx.x < NEAR_GROUPS && group < groups && group <= (walk.last - 1) / walk.each) {
+            if ((int)threadIdx.x < NEAR_GROUPS && group < groups) {
                 const int* of = jobs.groups + 4 + 4 * group;
                 near[threadIdx.x] = {(const U4*)final_job.table[of[0] * 4 + final_job.which * 2], (const float*)final_job.table[of[0] * 4 + final_job.which * 2 + 1], of[1], of[2]};
             }
@@ -335,17 +354,17 @@ template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
     }
     __syncthreads();
 #pragma unroll 1
-    for (; primed < RING_STEPS - 1; ++primed) feeder.step(jobs, groups, near, near_first, room.ring + primed * STEP_BYTES, warp, lane);
+    for (; primed < RING_STEPS - 1; ++primed) feeder.step(jobs, groups, near, near_first, room.ring, warp, lane);
     Walk walk;
     walk.begin(jobs);
-    int slot = 0;
+    u32 place = 0;
     Loaded loaded = {nullptr, 0, 0, 0, 0};
 #pragma unroll 1
     while (walk.next(jobs, groups)) {
-        const int count = jobs.job[walk.job].table ? near[walk.round / walk.each - near_first].count : jobs.rows;
-        if (NT > 1 && count <= 4) round_of_format<1>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
-        else if (NT > 2 && count <= 8) round_of_format<2>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
-        else round_of_format<NT>(jobs, groups, near, near_first, walk, feeder, slot, loaded, room);
+        const int count = walk.experts ? near[walk.group - near_first].count : jobs.rows;
+        if (NT > 1 && count <= 4) round_of_format<1>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+        else if (NT > 2 && count <= 8) round_of_format<2>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+        else round_of_format<NT>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
     }
     copies_wait<0>();
 }

@@ -199,30 +199,39 @@ KERNEL __launch_bounds__(256) site_open_prompt(float* X, int T, int H, int mixed
     }
 }
 
-// Doubly stochastic mixing matrix by one warp, lane j * HC + k holding M[j][k].
-__device__ __forceinline__ float sinkhorn(float logit, int lane, int iterations, float eps) {
-    const int j = lane / HC;
-    float best = logit, total = 0.0f, m, v[HC];
+// Doubly stochastic mixing matrix M[j][k] at j * HC + k, by one thread: nothing to wait for but divisions.
+__device__ __forceinline__ void sinkhorn(float* m, int iterations, float eps) {
 #pragma unroll
-    for (int k = 0; k < HC; ++k) v[k] = __shfl_sync(0xffffffffu, logit, (j * HC + k) & 31);
+    for (int j = 0; j < HC; ++j) {
+        float best = m[j * HC], total = 0.0f;
 #pragma unroll
-    for (int k = 0; k < HC; ++k) best = fmaxf(best, v[k]);
+        for (int k = 1; k < HC; ++k) best = fmaxf(best, m[j * HC + k]);
 #pragma unroll
-    for (int k = 0; k < HC; ++k) total += expf(v[k] - best);
-    m = expf(logit - best) / total + eps;
-    for (int i = 0; i < iterations; ++i) {
-        if (i) {
-            float row = 0.0f;
+        for (int k = 0; k < HC; ++k) total += m[j * HC + k] = expf(m[j * HC + k] - best);
 #pragma unroll
-            for (int k = 0; k < HC; ++k) row += __shfl_sync(0xffffffffu, m, (j * HC + k) & 31);
-            m = __fdividef(m, row + eps);
-        }
-        float col = 0.0f;
-#pragma unroll
-        for (int q = 0; q < HC; ++q) col += __shfl_sync(0xffffffffu, m, (q * HC + lane % HC) & 31);
-        m = __fdividef(m, col + eps);
+        for (int k = 0; k < HC; ++k) m[j * HC + k] = m[j * HC + k] / total + eps;
     }
-    return m;
+    for (int i = 0; i < iterations; ++i) {
+        if (i)
+#pragma unroll
+            for (int j = 0; j < HC; ++j) {
+                float row = eps;
+#pragma unroll
+                for (int k = 0; k < HC; ++k) row += m[j * HC + k];
+                const float by = __fdividef(1.0f, row);
+#pragma unroll
+                for (int k = 0; k < HC; ++k) m[j * HC + k] *= by;
+            }
+#pragma unroll
+        for (int k = 0; k < HC; ++k) {
+            float column = eps;
+#pragma unroll
+            for (int j = 0; j < HC; ++j) column += m[j * HC + k];
+            const float by = __fdividef(1.0f, column);
+#pragma unroll
+            for (int j = 0; j < HC; ++j) m[j * HC + k] *= by;
+        }
+    }
 }
 
 // Second half of a site: coefficients [T][COEFFICIENTS] and the sub-layer's normalised input, split, [T][ldx].
@@ -257,9 +266,14 @@ KERNEL __launch_bounds__(1024) site_close(const float* X, int H, int chunks, con
     float* to = coefficients + (long)row * COEFFICIENTS;
     if (warp == 31) {
         if (lane < HC) to[lane] = 2.0f * sigmoid(y[HC + lane] * inverse * scale[1] + base[HC + lane]);
-        const int at = lane < HC * HC ? lane : 0;
-        const float m = sinkhorn(y[2 * HC + at] * inverse * scale[2] + base[2 * HC + at], at, iterations, hc_eps);
-        if (lane < HC * HC) to[HC + lane] = m;
+        float m[HC * HC];
+#pragma unroll
+        for (int i = 0; i < HC * HC; ++i) m[i] = y[2 * HC + i] * inverse * scale[2] + base[2 * HC + i];
+        if (lane == 0) {
+            sinkhorn(m, iterations, hc_eps);
+#pragma unroll
+            for (int i = 0; i < HC * HC; ++i) to[HC + i] = m[i];
+        }
         return;
     }
     float pre[HC];

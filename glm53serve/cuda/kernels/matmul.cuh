@@ -31,13 +31,15 @@ struct Job {
     int out, x_map, y_map;
     int groups;         // heads, or the most expert groups there can be; 1 for one matrix
     int which;          // experts: 0 gate|up, 1 down
-    int first_block;
+    int first_block;    // gemv: first round
     int token_tiles;    // gemm: the most tiles of tokens there can be
     float limit;
-    int cost;           // gemv: of a round, in steps of a warp
+    int slice_bits;     // gemv: slices = 1 << slice_bits
+    int each;           // gemv: rounds of one group
+    u32 by_each;        // gemv: 2^32 / each, rounded up; 0 where each is 1
 };
-// static_cost: of the rounds of all whole matrices (gemv; those of experts are the last job); x_bytes: shared memory for activations.
-struct Jobs { int count, rows; const int* list; const int* groups; int top_k, static_cost, x_bytes, pad; Job job[6]; };
+// gemv: every block has `share` rounds of whole matrices, the first `rest` blocks one more (experts are the last job); x_bytes: shared memory for activations.
+struct Jobs { int count, rows; const int* list; const int* groups; int top_k, share, rest, x_bytes; Job job[6]; };
 
 struct Piece4 { U4 p[4]; };
 

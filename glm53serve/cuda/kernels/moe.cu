@@ -27,7 +27,7 @@ __device__ __forceinline__ Choice choose_experts(const float* score, float* bias
     for (int i = 0; i < top_k; ++i) {
         float best = NEG_INF;
         u32 at = 0x7fffffff;
-#pragma unroll 9
+#pragma unroll 8
         for (int e = lane; e < E; e += 32)
             if (biased[e] > best) { best = biased[e]; at = e; }
         const u32 key = ordered(best), top = __reduce_max_sync(0xffffffffu, key);
@@ -96,7 +96,7 @@ KERNEL __launch_bounds__(512) route_few(const float* logits, int ld, const float
         const bool alive = live[row] != 0;
         Choice chosen = {-1, 0.0f};
         if (alive) {
-#pragma unroll 9
+#pragma unroll 8
             for (int e = lane; e < E; e += 32) {
                 const float s = sigmoid(logits[(long)row * ld + e]);
                 score[e] = s;

@@ -161,6 +161,7 @@ template <class T> static T atomicAdd(T* at, T value) { T old = *at; *at = old +
 static inline int __popc(unsigned v) { return __builtin_popcount(v); }
 static inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
 static inline float __uint_as_float(unsigned u) { float v; memcpy(&v, &u, 4); return v; }
+static inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }
 static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned long long)(((unsigned __int128)a * b) >> 64); }
 static inline float __fdividef(float a, float b) { return a / b; }
 static inline int min(int a, int b) { return a < b ? a : b; }
