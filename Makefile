@@ -59,6 +59,7 @@ test-cuda:
 
 bench-cuda:
 	$(PYTHON) -m bench.cuda
+	$(PYTHON) -m bench.cuda_serve
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
