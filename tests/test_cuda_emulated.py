@@ -20,14 +20,18 @@ from tinymodel import FEATURES, as_matrix, random_ids, tiny_model  # noqa: E402
 
 from glm53serve.cuda.backend import CudaBackend, load_backend  # noqa: E402
 from glm53serve.cuda.decode import decode_loop  # noqa: E402
+from glm53serve.cuda.model import defines  # noqa: E402
 from glm53serve.cuda.packing import pack, pack_pair, unpack  # noqa: E402
-from glm53serve.cuda.runtime import Device  # noqa: E402
+from glm53serve.cuda.products import product, run_products  # noqa: E402
+from glm53serve.cuda.runtime import MAX_ROWS, Device  # noqa: E402
+from glm53serve.cuda.scratch import SplitRows, padded  # noqa: E402
+from glm53serve.cuda.upload import Uploader  # noqa: E402
 from glm53serve.engine.sampling import Sampling, nucleus, uniform  # noqa: E402
 from glm53serve.engine.seam import Batch, Halted, Span, never  # noqa: E402
 from glm53serve.engine.step_device import RowPlan  # noqa: E402
 from glm53serve.model.checkpoint import open_checkpoint  # noqa: E402
 from glm53serve.model.config import DENSE, DSA, FULL, KDA, SPARSE  # noqa: E402
-from glm53serve.model.quant import dequantise  # noqa: E402
+from glm53serve.model.quant import bf16_to_f32, dequantise, f32_to_bf16  # noqa: E402
 
 pytestmark = pytest.mark.skipif(compiler() is None or sys.platform != "linux", reason="needs a C++ compiler on Linux to build the emulated kernels")
 
@@ -85,6 +89,36 @@ def test_every_weight_format_against_the_reference(fmt: str) -> None:
     reference = model.reference(np.float64)
     expected = reference.forward(ids, reference.new_state())
     assert np.abs(logits_in_pieces(backend, 0, ids, [30, 10]) - expected).max() <= 5e-4 * np.abs(expected).max()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fmt", ["f32", "bf16", "fp8", "int8", "int4"])
+def test_skinny_products_of_wide_matrices(fmt: str) -> None:
+    """More columns than fit in shared memory at once, more rounds than one; a row's bits are the same in any company."""
+    rng = np.random.default_rng(7)
+    config, rows, cols = tiny_model(seed=1).config, 100, 2400
+    device = EmulatedDevice(defines(config, {"f32", "bf16", "fp8", "int8", "int4"}))
+    stored = as_matrix(rng.standard_normal((rows, cols)), fmt)  # type: ignore[arg-type]
+    matrix = Uploader(device, config).matrix(stored)
+    values = rng.standard_normal((MAX_ROWS, cols)).astype(np.float32)
+    high = f32_to_bf16(values)
+    low = f32_to_bf16(values - bf16_to_f32(high))
+    ld = padded(cols)
+    x = SplitRows(device.alloc(2 * MAX_ROWS * ld), device.alloc(2 * MAX_ROWS * ld), ld)
+    for part, to in ((high, x.high), (low, x.low)):
+        assert to is not None
+        device.upload(to.at(), np.pad(part, ((0, 0), (0, ld - cols))))
+    y = device.alloc(4 * MAX_ROWS * rows)
+    expected = (bf16_to_f32(high).astype(np.float64) + bf16_to_f32(low)) @ dequantise(stored).T.astype(np.float64)
+    seen = np.full((MAX_ROWS, rows), np.nan, np.float32)
+    for count in (16, 8, 4, 1):
+        got = np.full((count, rows), np.nan, np.float32)
+        device.upload(y.at(), got)
+        run_products(device, count, [product(matrix, x, y, rows)], 64)
+        device.download(y.at(), got)
+        assert np.abs(got - expected[:count]).max() <= 2e-5 * np.abs(expected).max()
+        assert count == 16 or np.array_equal(got, seen[:count])
+        seen[:count] = got
 
 
 WIDE = {"qk_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64, "q_lora_rank": 64, "hidden_size": 96, "kda_head_dim": 32}
