@@ -363,3 +363,26 @@ def test_packed_experts_mtp_and_vision_are_carried(tmp_path: Path) -> None:
             x, y = a.expert(layer, e), b.expert(layer, e)
             np.testing.assert_array_equal(x.up.data, y.up.data)
             np.testing.assert_array_equal(x.down.scale, y.down.scale)
+
+
+def test_an_expert_of_mixed_formats_is_refused_and_can_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, mixed, out = tmp_path / "source", tmp_path / "mixed", tmp_path / "out"
+    synth(source, "tiny", seed=4)
+    opened = open_checkpoint(source)
+    tensors: dict[str, Raw] = {}
+    for info in opened.tensors.values():
+        data = np.fromfile(opened.files[info.shard], np.uint8, info.nbytes, offset=info.offset)
+        if info.name.endswith("experts.2.down_proj.weight"):
+            tensors[info.name] = Raw("F32", info.shape, (data.view(np.uint16).astype(np.uint32) << 16).tobytes())
+        else:
+            tensors[info.name] = Raw(info.dtype, info.shape, data.tobytes())
+    mixed.mkdir()
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        shutil.copy(source / name, mixed)
+    (mixed / "model.safetensors").write_bytes(blob(tensors))
+    asked = ["generate", "--backend", "cpu", "--prompt", "x", "--max-tokens", "1", "--model"]
+    assert main([*asked, str(mixed)]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "experts.2.down_proj.weight: f32" in said and "glm53serve convert" in said
+    convert(mixed, out)
+    assert main([*asked, str(out)]) == 0

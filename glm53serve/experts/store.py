@@ -25,7 +25,8 @@ from glm53serve.experts.places import Place, place
 from glm53serve.experts.residence import Buffer, Entry, Key, Residence, State
 from glm53serve.experts.store_need import StoreNeed
 from glm53serve.experts.supply import Ready
-from glm53serve.model.checkpoint import Checkpoint
+from glm53serve.model.checkpoint import Checkpoint, Piece
+from glm53serve.model.errors import CheckpointError
 from glm53serve.model.weights import FfnWeights, Matrix
 
 EXTRA_SHARE = 10
@@ -37,7 +38,8 @@ MANY = 50
 class ExpertStore:
     """All routed experts of a checkpoint. An `ExpertSource` and a `Supply`; one thread computes with it.
 
-    Made small and idle; `open` sets the budget and starts the readers. `note` gets the few lines worth telling.
+    Made small and idle; `open` sets the budget and starts the readers. `note` gets the few lines worth telling. Raises CheckpointError
+    (unsupported) when an expert's matrices differ in format.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class ExpertStore:
         self.experts = config.n_routed_experts
         self._row = {layer: row for row, layer in enumerate(self.layers)}
         self.places: dict[Key, Place] = {
-            (layer, e): place(checkpoint.expert_pieces(layer, e), numbers.__getitem__) for layer in self.layers for e in range(self.experts)
+            (layer, e): place(_of_one_format(checkpoint.expert_pieces(layer, e)), numbers.__getitem__) for layer in self.layers for e in range(self.experts)
         }
         self.buffer_bytes = max((p.nbytes for p in self.places.values()), default=0)
         self.expert_bytes = max((p.stored for p in self.places.values()), default=1)
@@ -277,6 +279,14 @@ class ExpertStore:
     def _short_of_memory(self, line: str) -> None:
         self._note(line)
         self._warm.clear()
+
+
+def _of_one_format(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    for piece in pieces:
+        if piece.format != pieces[0].format:
+            what = f"{piece.tensor}: {piece.format}, {pieces[0].tensor} is {pieces[0].format}"
+            raise CheckpointError(f"{what}: an expert's matrices must have one format (glm53serve convert makes them alike)", "unsupported")
+    return pieces
 
 
 def _copied(m: Matrix) -> Matrix:
