@@ -154,12 +154,12 @@ class Pipeline:
         elif not self._low and kda_in_chunks(d) and bound is not None and bound >= LEAST_GATE:
             by_eight = -(-heads // 8)
             self.device.launch(
-                "kda_prepare_prompt", (by_eight, -(-rows // 8)), 256,
-                [plain["raw"], 3 * p, plain["beta_raw"], heads, plain["z"], rows, heads, at.slot, at.first, st.block, stride, window, w.taps, w.dt_bias, w.a_log,
-                 float(bound), *prepared],
+                "kda_prepare_prompt", (-(-heads // 4), -(-rows // 32)), 128,
+                [plain["raw"], 3 * p, plain["beta_raw"], heads, plain["z"], rows, heads, at.slot, at.first, st.block, stride, window, w.taps, w.dt_bias,
+                 w.a_log, float(bound), *prepared],
             )  # fmt: skip
             chunk_bytes = 4 * 2 * 16 * (d + 8) * 2 + 2 * 2 * 16 * 24 * 2 + 4 * (d + 16 * 17 + 16)
-            self.device.launch("kda_chunks", (-(-d // 64), heads, spans), 256, [*prepared[:5], plain["raw"], 3 * p, *state], 2 * chunk_bytes)
+            self.device.launch("kda_chunks", (-(-d // 64), heads, spans), 384, [*prepared[:5], plain["raw"], 3 * p, *state], 3 * chunk_bytes)
             self.device.launch("kda_finish_prompt", (by_eight, rows), 256, [plain["o"], plain["gate"], w.norm, c.rms_norm_eps, heads, a.high, a.ld])
         else:
             threads = -(-d // 32) * 32
@@ -246,9 +246,9 @@ class Pipeline:
             heads = (4 if c.num_heads > 32 else 2 if c.num_heads > 16 else 1) * 16
             shared = 2 * (2 * heads * (latent + 48) + 64 * (latent + 8)) + 4 * heads * 36
             self.device.launch(
-                "attend_exact", (1, here, -(-c.num_heads // heads)), 256,
+                "attend_exact", (here, -(-c.num_heads // heads)), 256,
                 [absorbed.high, absorbed.low, ld, c.qk_head_dim**-0.5, at.slot, rows_table, c.kv_lora_rank, plain["selected"], s.selection,
-                 plain["selected_count"], first, s.selection, attended.high, self._lower(attended), ld, None],
+                 plain["selected_count"], first, attended.high, attended.low, ld],
                 shared,
             )  # fmt: skip
         else:

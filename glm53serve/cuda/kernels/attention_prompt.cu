@@ -47,7 +47,6 @@ KERNEL __launch_bounds__(256, 1) attend_prompt(const u16* query, int ldq, float 
         copies_wait<0>();
         shared_to_tensor_cores();
         __syncthreads();  // this buffer is full, the other one and p are free
-        if (base + 64 < count) fetch(base + 64, l + (turn ^ 1) * GROUPS * GROUP_BYTES);
         float s[4][4];
 #pragma unroll
         for (int i = 0; i < 16; ++i) s[i / 4][i % 4] = 0.0f;
@@ -56,6 +55,7 @@ KERNEL __launch_bounds__(256, 1) attend_prompt(const u16* query, int ldq, float 
         for (int i = 0; i < GROUPS * 4; ++i)
             warpgroup_scores(s, (const u16*)(q + (i >> 2) * GROUP_BYTES), (const u16*)(now + (i >> 2) * GROUP_BYTES + half * 32 * 128), i & 3);
         warpgroup_commit();
+        if (base + 64 < count) fetch(base + 64, l + (turn ^ 1) * GROUPS * GROUP_BYTES);
         warpgroup_wait();
         float best[2] = {NEG_INF, NEG_INF};
 #pragma unroll

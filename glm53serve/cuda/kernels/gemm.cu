@@ -277,7 +277,7 @@ template <int TOKENS, int TILES> __device__ __forceinline__ void copy_operands(c
     }
 }
 
-// The two warpgroups that multiply, each its own rows of W: the arithmetic on the weights of one runs under the products of the other.
+// The two warpgroups that multiply, each its own rows of W.
 template <int TOKENS, int TILES> __device__ __forceinline__ void multiply(const Jobs& jobs, const Job& job, const Place& at, char* memory, Gates<TOKENS, TILES>& gates) {
     typedef Rings<TOKENS, TILES> R;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, format = job.format, unit = unit_bytes(format), units = R::W_BYTES / R::W_TILES / unit;
@@ -289,23 +289,24 @@ template <int TOKENS, int TILES> __device__ __forceinline__ void multiply(const 
 #pragma unroll
     for (int i = 0; i < TILES * TOKENS / 2; ++i) c[i / (TOKENS / 2)][i / 4 % (TOKENS / 8)][i % 4] = 0.0f;
     Scales scale[TILES];
+    auto read_scales = [&](int stage) {
+        if (stage < at.stages)
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) scale[i] = stage_scales(at.scale, format, tile[i], job.granules, 0, lane);
-#pragma unroll 1
-    for (int stage = 0; stage < at.stages; ++stage) {
-        const int number = stage >> 1, w_place = number % units, x_place = stage % R::X_STAGES;
-        Scales next[TILES];
-        if (stage + 1 < at.stages)
+            for (int i = 0; i < TILES; ++i) scale[i] = stage_scales(at.scale, format, tile[i], job.granules, stage, lane);
+    };
+    auto prepare = [&](int stage, u32 (*a)[4][4]) {
+        const int number = stage >> 1, place = number % units;
+        if ((stage & 1) == 0) barrier_wait(&gates.w_full[place], (number / units) & 1);
 #pragma unroll
-            for (int i = 0; i < TILES; ++i) next[i] = stage_scales(at.scale, format, tile[i], job.granules, stage + 1, lane);
-        if ((stage & 1) == 0) barrier_wait(&gates.w_full[w_place], (number / units) & 1);
-        u32 a[TILES][4][4];
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) stage_fragments((const U4*)(weights + (w_place * R::W_TILES + i) * unit), format, stage, scale[i], lane, a[i]);
+        for (int i = 0; i < TILES; ++i) stage_fragments((const U4*)(weights + (place * R::W_TILES + i) * unit), format, stage, scale[i], lane, a[i]);
+        read_scales(stage + 1);
         __syncwarp();
-        if (lane == 0 && ((stage & 1) || stage + 1 == at.stages)) barrier_arrive(&gates.w_empty[w_place]);
-        barrier_wait(&gates.x_full[x_place], (stage / R::X_STAGES) & 1);
-        const u16* x = (const u16*)(memory + x_place * R::X_BYTES);
+        if (lane == 0 && ((stage & 1) || stage + 1 == at.stages)) barrier_arrive(&gates.w_empty[place]);
+    };
+    auto step = [&](int stage, const u32 (*a)[4][4], u32 (*next)[4][4]) {  // the weights of the next stage are prepared under the products of this one
+        const int place = stage % R::X_STAGES;
+        barrier_wait(&gates.x_full[place], (stage / R::X_STAGES) & 1);
+        const u16* x = (const u16*)(memory + place * R::X_BYTES);
         warpgroup_begin();
 #pragma unroll
         for (int s = 0; s < 4; ++s)
@@ -315,11 +316,17 @@ template <int TOKENS, int TILES> __device__ __forceinline__ void multiply(const 
                 else warpgroup_mma(c[i], a[i][s], x, s);
             }
         warpgroup_commit();
+        if (stage + 1 < at.stages) prepare(stage + 1, next);
         warpgroup_wait();
-        if (lane == 0) barrier_arrive(&gates.x_empty[x_place]);
-        if (stage + 1 < at.stages)
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) scale[i] = next[i];
+        if (lane == 0) barrier_arrive(&gates.x_empty[place]);
+    };
+    u32 even[TILES][4][4], odd[TILES][4][4];
+    read_scales(0);
+    prepare(0, even);
+#pragma unroll 1
+    for (int stage = 0; stage < at.stages; stage += 2) {
+        step(stage, even, odd);
+        if (stage + 1 < at.stages) step(stage + 1, odd, even);
     }
     if (HAS(INT8) && format == INT8) {
 #pragma unroll
