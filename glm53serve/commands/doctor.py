@@ -102,6 +102,7 @@ def _cuda() -> list[str]:
 
 def _model(directory: Path, settings: Settings) -> Lines:
     from glm53serve.experts import ExpertFiles, ExpertStore, experts_in_ram, model_copies
+    from glm53serve.experts.store import FEWEST
     from glm53serve.load import default_bits, later_bytes
     from glm53serve.model.checkpoint import open_checkpoint
 
@@ -117,8 +118,8 @@ def _model(directory: Path, settings: Settings) -> Lines:
     store = ExpertStore(checkpoint, files)
     try:
         later = later_bytes(checkpoint.config, settings.slots, settings, 0)
-        held = experts_in_ram(store, 0, settings.expert_gb, later + dense)
         total = len(store.places)
+        held = min(max(experts_in_ram(store, 0, settings.expert_gb, later + dense), FEWEST), total)
         why = "GLM53_EXPERT_GB" if settings.expert_gb >= 0 else "measured"
         lines.append(("experts", f"{total} of {size(store.expert_bytes)}; RAM holds {held}, {size(held * store.expert_bytes)} ({why})"))
         runs = max(len(place.runs) for place in store.places.values())

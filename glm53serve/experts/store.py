@@ -29,6 +29,8 @@ from glm53serve.model.checkpoint import Checkpoint, Piece
 from glm53serve.model.errors import CheckpointError
 from glm53serve.model.weights import FfnWeights, Matrix
 
+FEWEST = 2
+"""Experts that are held whatever the budget says: one is computed with while the next is read."""
 EXTRA_SHARE = 10
 """As many transit buffers as there are readers may come on top of the budget, up to this part of it."""
 MANY = 50
@@ -76,8 +78,8 @@ class ExpertStore:
     # -- life
 
     def open(self, budget: int) -> None:
-        """Start with room for `budget` experts (at least two are held whatever it says)."""
-        budget, books = min(max(budget, 2), len(self.places)), self._books
+        """Start with room for `budget` experts, at least FEWEST."""
+        budget, books = min(max(budget, FEWEST), len(self.places)), self._books
         readers = THREADS * len(self.files.copies)
         extra = min(budget // EXTRA_SHARE, readers)
         books.transit = 0 if budget == len(self.places) else min(readers + (budget >= MANY * readers), budget)
