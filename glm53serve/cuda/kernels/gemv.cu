@@ -62,15 +62,24 @@ __device__ __forceinline__ WarpPart part_of(const Job& job, int within, int warp
     return {tile, slice, busy ? (job.granules - slice + job.slices - 1) >> job.slice_bits : 0};
 }
 
-// Keeps a warp's ring full: the steps of all its rounds in the order in which they are used.
+// Keeps a warp's ring full: the steps of all its rounds in the order in which they are used, first and second halves of granules in turn.
 struct Feeder {
     Walk walk;
     const char *data, *scale;
-    int second, left, jump, format, scale_jump;  // bytes to the second tile; steps left; bytes from a granule's second half to the next granule
-    u32 place;                                   // next step of the ring
-    __device__ __forceinline__ void begin(const Jobs& jobs) { walk.begin(jobs); left = place = 0; }
-    // One more step; false: there is none, or not known yet.
-    __device__ __forceinline__ bool step(const Jobs& jobs, int groups, const RowGroup* near, int near_first, char* ring, int warp, int lane) {
+    int second, left, jump, format, scale_jump;  // bytes to the second tile; granules left; bytes from a granule's second half to the next granule
+    SharedAt ring;
+    u32 place;  // next step of the ring
+    __device__ __forceinline__ void begin(const Jobs& jobs, SharedAt at) { walk.begin(jobs); left = place = 0; ring = at; }
+    __device__ __forceinline__ void copy(int lane) {
+        const SharedAt to = ring + place * STEP_BYTES, mine = to + lane * 16;
+        copy16_at(mine, data); copy16_at(mine + 512, data + 512);
+        copy16_at(mine + 1024, data + second); copy16_at(mine + 1536, data + second + 512);
+        if (HAS(INT4) && format == INT4) copy8_at(to + 2048 + lane * 8, scale);
+        else if (HAS(FP8) && format == FP8 && lane < 2) copy8_at(to + 2048 + lane * 8, scale);
+        place = (place + 1) % RING_STEPS;
+    }
+    // The first half of the next granule; false: there is none, or not known yet.
+    __device__ __forceinline__ bool first_half(const Jobs& jobs, int groups, const RowGroup* near, int near_first, int warp, int lane) {
         while (left == 0) {
             if (!walk.next(jobs, groups)) { copies_commit(); return false; }
             const Job& job = jobs.job[walk.job];
@@ -81,7 +90,7 @@ struct Feeder {
             const bool two = part.tile + 1 < job.tiles;
             const long first = (long)part.tile * job.granules + part.slice;
             format = job.format;
-            left = 2 * part.granules;
+            left = part.granules;
             jump = 2048 * job.slices - 1024;
             data = (const char*)(d + first * 128 + lane);
             second = two ? job.granules * 2048 : 0;
@@ -93,30 +102,28 @@ struct Feeder {
                 scale_jump = 8 * job.slices;
             }
         }
-        char *to = ring + place * STEP_BYTES, *mine = to + lane * 16;
-        copy16_async(mine, data, true); copy16_async(mine + 512, data + 512, true);
-        copy16_async(mine + 1024, data + second, true); copy16_async(mine + 1536, data + second + 512, true);
-        const bool odd = left & 1;  // the second half of a granule
-        if (HAS(INT4) && format == INT4) {
-            copy8_async(to + 2048 + lane * 8, scale);
-            scale += odd ? scale_jump : 8;
-        } else if (HAS(FP8) && format == FP8) {
-            if (lane < 2) copy8_async(to + 2048 + lane * 8, scale);
-            scale += odd ? scale_jump : 0;
+        copy(lane);
+        copies_commit();
+        data += 1024;
+        if (HAS(INT4) && format == INT4) scale += 8;
+        return true;
+    }
+    __device__ __forceinline__ void second_half(int lane) {
+        if (left) {
+            copy(lane);
+            data += jump;
+            if (HAS(INT4) || HAS(FP8)) scale += scale_jump;
+            --left;
         }
         copies_commit();
-        data += odd ? jump : 1024;
-        --left;
-        place = (place + 1) % RING_STEPS;
-        return true;
     }
 };
 
 // This lane's columns of the activations in shared memory: [unit of 32 columns][column of the n-tiles][64 bytes]; lanes without a row read zeros.
 template <int NT> struct Activations {
-    const U4* at[NT];
-    int stride[NT];
-    __device__ __forceinline__ U4 unit(int n, int u) const { return at[n][u * stride[n]]; }
+    SharedAt at[NT];
+    u32 stride[NT];
+    __device__ __forceinline__ U4 unit(int n, int u) const { return load16_at(at[n] + u * stride[n]); }
 };
 
 template <int NT> __device__ __forceinline__ void unit_products(float (*c)[4], const u32 (*a)[4], const U4* x) {
@@ -134,13 +141,19 @@ template <int NT> __device__ __forceinline__ void add_scaled(float (*c)[4], cons
     }
 }
 
-// One step: half a granule of TEAM_TILES tiles; unit = its first unit of columns, counted from the first in shared memory.
-template <int FORMAT, int NT> __device__ __forceinline__ void step_products(RoundSums<NT>& s, const char* step, const Activations<NT>& x, int unit, int half, int lane) {
-    constexpr int UNITS = FORMAT == INT4 ? 4 : FORMAT == INT8 || FORMAT == FP8 ? 2 : 1;
-    U4 top[TEAM_TILES], bottom[TEAM_TILES], xv[NT];
-    u32 a[2][4];
+struct Step { U4 top[TEAM_TILES], bottom[TEAM_TILES]; };
+__device__ __forceinline__ Step load_step(SharedAt at, int lane) {
+    Step w;
 #pragma unroll
-    for (int i = 0; i < TEAM_TILES; ++i) { top[i] = ((const U4*)step)[64 * i + lane]; bottom[i] = ((const U4*)step)[64 * i + 32 + lane]; }
+    for (int i = 0; i < TEAM_TILES; ++i) { w.top[i] = load16_at(at + 1024 * i + 16 * lane); w.bottom[i] = load16_at(at + 1024 * i + 512 + 16 * lane); }
+    return w;
+}
+
+// One step: half a granule of TEAM_TILES tiles; unit = its first unit of columns, counted from the first in shared memory.
+template <int FORMAT, int NT> __device__ __forceinline__ void step_products(RoundSums<NT>& s, const Step& w, SharedAt step, const Activations<NT>& x, int unit, int half, int lane) {
+    constexpr int UNITS = FORMAT == INT4 ? 4 : FORMAT == INT8 || FORMAT == FP8 ? 2 : 1;
+    U4 xv[NT];
+    u32 a[2][4];
     float part[TEAM_TILES][NT][4];
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
@@ -148,7 +161,7 @@ template <int FORMAT, int NT> __device__ __forceinline__ void step_products(Roun
         for (int n = 0; n < NT; ++n) xv[n] = x.unit(n, unit + u);
 #pragma unroll
         for (int i = 0; i < TEAM_TILES; ++i) {
-            const U4 &p = top[i], &q = bottom[i];
+            const U4 &p = w.top[i], &q = w.bottom[i];
             if (FORMAT == INT4) {
                 int4_unit(u == 0 ? p.x : u == 1 ? p.y : u == 2 ? p.z : p.w, u == 0 ? q.x : u == 1 ? q.y : u == 2 ? q.z : q.w, a);
 #pragma unroll
@@ -158,7 +171,7 @@ template <int FORMAT, int NT> __device__ __forceinline__ void step_products(Roun
                     mma(part[i][n], a[1], xv[n].z, xv[n].w);
                 }
                 if (u & 1) {
-                    const U2 above = ((const U2*)(step + 2048))[16 * i + (lane >> 2)], below = ((const U2*)(step + 2048))[16 * i + 8 + (lane >> 2)];
+                    const U2 above = load8_at(step + 2048 + 128 * i + 8 * (lane >> 2)), below = load8_at(step + 2048 + 128 * i + 64 + 8 * (lane >> 2));
                     add_scaled<NT>(s.c[i], part[i], __uint_as_float(u == 1 ? above.x : above.y), __uint_as_float(u == 1 ? below.x : below.y));
                 }
             } else if (FORMAT == INT8) {
@@ -175,7 +188,7 @@ template <int FORMAT, int NT> __device__ __forceinline__ void step_products(Roun
                     mma(part[i][n], a[1], xv[n].z, xv[n].w);
                 }
                 if (u & 1) {
-                    const U2 by = ((const U2*)(step + 2048))[i];
+                    const U2 by = load8_at(step + 2048 + 8 * i);
                     add_scaled<NT>(s.c[i], part[i], __uint_as_float(by.x), __uint_as_float(by.y));
                 }
             } else if (FORMAT == BF16) {
@@ -194,7 +207,7 @@ template <int FORMAT, int NT> __device__ __forceinline__ void step_products(Roun
     }
 }
 
-struct GemvRoom { char* ring; float* sums; U4* zeros; U4* x; int bytes; int* rows; };  // bytes: of x
+struct GemvRoom { SharedAt ring; float* sums; U4* zeros; U4* x; int bytes; int* rows; };  // bytes: of x
 struct Loaded { const u16* from; int map, start, count, units; };                  // whose activations lie in shared memory, all columns of them
 
 // Columns of the activations of a group, high and low parts, into shared memory. By all threads.
@@ -238,34 +251,35 @@ __device__ __forceinline__ void one_round(const Jobs& jobs, int groups, const Ro
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         const bool there = n * 8 + g < 2 * count;
-        x.at[n] = there ? room.x + (n * 8 + g) * 4 + t : room.zeros;
-        x.stride[n] = there ? 8 * count : 0;
+        x.at[n] = there ? shared_at(room.x + (n * 8 + g) * 4 + t) : shared_at(room.zeros);
+        x.stride[n] = there ? 128 * count : 0;
     }
     RoundSums<NT> s;
 #pragma unroll
     for (int i = 0; i < TEAM_TILES * NT * 4; ++i) s.c[i / (NT * 4)][i / 4 % NT][i % 4] = 0.0f;
+    const int granules = job.granules, slices = job.slices, end = part.granules ? granules : 0;
     int granule = part.slice;
-    const int end = part.granules ? job.granules : 0;
-    for (int first = 0; first < job.granules; first += together) {
-        const int units = min(together, job.granules - first) * UNITS;
-        const bool whole = together == job.granules;
+    for (int first = 0; first < granules; first += together) {
+        const int units = min(together, granules - first) * UNITS;
+        const bool whole = together == granules;
         if (!whole || loaded.from != high || loaded.map != job.x_map || loaded.start != start || loaded.count != count || loaded.units != units) {
             load_activations(room, jobs, job, high, low, start, count, first * UNITS, units);
             loaded = {whole ? high : nullptr, job.x_map, start, count, units};
         }
         const int stop = min(end, first + together);
-        if (granule >= stop) continue;
-        int unit = (granule - first) * UNITS, half = 0;
-        do {
-            copies_wait<RING_STEPS - 2>();
-            __syncwarp();  // this step is there for all lanes, and all are done with the one before, whose place the next one takes
-            feeder.step(jobs, groups, near, near_first, room.ring, warp, lane);
-            step_products<FORMAT, NT>(s, room.ring + place * STEP_BYTES, x, unit, half, lane);
-            place = (place + 1) % RING_STEPS;
-            unit += half ? job.slices * UNITS - UNITS / 2 : UNITS / 2;
-            granule += half ? job.slices : 0;
-            half ^= 1;
-        } while (granule < stop);
+#pragma unroll 1
+        for (; granule < stop; granule += slices)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                copies_wait<RING_STEPS - 2>();
+                __syncwarp();  // this step is there for all lanes, and all are done with the one before, whose place the next one takes
+                const SharedAt step = room.ring + place * STEP_BYTES;
+                const Step w = load_step(step, lane);  // in front of the copies in the queue
+                if (half) feeder.first_half(jobs, groups, near, near_first, warp, lane);
+                else feeder.second_half(lane);
+                step_products<FORMAT, NT>(s, w, step, x, (granule - first) * UNITS + half * UNITS / 2, half, lane);
+                place = (place + 1) % RING_STEPS;
+            }
     }
     const float* scale = expert ? of.scale : job.scale + group * job.scale_stride;
     if (job.slices == 1) {
@@ -322,18 +336,24 @@ template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
     __shared__ int rows[MAX_ROWS];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     char* after = memory + RING_BYTES + 4 * GEMV_WARPS * TEAM_TILES * 16 * 4 * NT;
-    const GemvRoom room = {memory + warp * RING_STEPS * STEP_BYTES, (float*)(memory + RING_BYTES), (U4*)after, (U4*)(after + 128), jobs.x_bytes, rows};
+    const GemvRoom room = {shared_at(memory + warp * RING_STEPS * STEP_BYTES), (float*)(memory + RING_BYTES), (U4*)after, (U4*)(after + 128), jobs.x_bytes, rows};
     if (threadIdx.x == 0) *room.zeros = U4{0, 0, 0, 0};
     // Weights do not depend on the kernel before: the ring is filled, and some more asked for, before waiting for it.
     Feeder feeder;
-    feeder.begin(jobs);
+    feeder.begin(jobs, room.ring);
     int primed = 0;
-    if (!jobs.job[0].table) {
+    auto prime = [&](int groups, int near_first) {  // RING_STEPS - 1 steps, as far as they are known
 #pragma unroll 1
-        while (primed < RING_STEPS - 1 && feeder.step(jobs, -1, near, 0, room.ring, warp, lane)) ++primed;
-        if (lane < TEAM_TILES && feeder.left)
-            for (int i = 0; i < AHEAD_GRANULES && i < feeder.left / 2; ++i)
-                ask_into_l2(feeder.data - lane * 16 + (lane ? feeder.second : 0) + (feeder.left & 1 ? feeder.jump : 0) + i * (feeder.jump + 1024), 2048);
+        for (; primed < RING_STEPS - 1; ++primed) {
+            if (primed & 1) feeder.second_half(lane);
+            else if (!feeder.first_half(jobs, groups, near, near_first, warp, lane)) return;
+        }
+    };
+    if (!jobs.job[0].table) {
+        prime(-1, 0);
+        if (lane < TEAM_TILES && primed == RING_STEPS - 1)
+            for (int i = 0; i < AHEAD_GRANULES && i + 1 < feeder.left; ++i)
+                ask_into_l2(feeder.data - lane * 16 + (lane ? feeder.second : 0) + feeder.jump + i * (feeder.jump + 1024), 2048);
     }
     WAIT_BEFORE();
     int groups = -1, near_first = 0;
@@ -353,8 +373,7 @@ template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
         }
     }
     __syncthreads();
-#pragma unroll 1
-    for (; primed < RING_STEPS - 1; ++primed) feeder.step(jobs, groups, near, near_first, room.ring, warp, lane);
+    prime(groups, near_first);
     Walk walk;
     walk.begin(jobs);
     u32 place = 0;

@@ -243,6 +243,9 @@ KERNEL __launch_bounds__(1024) site_close(const float* X, int H, int chunks, con
     __shared__ float room[32];
     const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     LET_NEXT_START();
+    float weight[5];
+#pragma unroll
+    for (int m = 0; m < 5; ++m) weight[m] = warp < 31 && (int)threadIdx.x + 992 * m < H ? norm[threadIdx.x + 992 * m] : 0.0f;
     WAIT_BEFORE();
     if (warp <= OUTS) {
         float sum = 0.0f;
@@ -301,7 +304,12 @@ KERNEL __launch_bounds__(1024) site_close(const float* X, int H, int chunks, con
     BARRIER(1, 992);
     squares = warp_sum(lane < 31 ? room[lane] : 0.0f);
     const float by = 1.0f / sqrtf(squares / H + norm_eps);
-    for (int c = threadIdx.x; c < H; c += 992) store_split(x_high, x_low, (long)row * ldx + c, norm[c] * (x[c] * by));
+#pragma unroll
+    for (int m = 0; m < 5; ++m) {
+        const int c = threadIdx.x + 992 * m;
+        if (c < H) store_split(x_high, x_low, (long)row * ldx + c, weight[m] * (x[c] * by));
+    }
+    for (int c = threadIdx.x + 4960; c < H; c += 992) store_split(x_high, x_low, (long)row * ldx + c, norm[c] * (x[c] * by));
 }
 
 // h = rms(mean of the streams), split, [T][ldx]; row r of the output is row rows[r] of X (null: r). grid (T), 1,024 threads. Dynamic shared memory: H floats.

@@ -271,6 +271,12 @@ static inline void copy16_async(void* to, const void* from, bool there) {
     else memset(to, 0, 16);
 }
 static inline void copy8_async(void* to, const void* from) { memcpy(to, from, 8); }
+typedef char* SharedAt;
+static inline SharedAt shared_at(const void* p) { return (char*)p; }
+static inline void copy16_at(SharedAt to, const void* from) { memcpy(to, from, 16); }
+static inline void copy8_at(SharedAt to, const void* from) { memcpy(to, from, 8); }
+static inline U4 load16_at(SharedAt at) { return *(const U4*)at; }
+static inline U2 load8_at(SharedAt at) { return *(const U2*)at; }
 static inline void copies_commit() {}
 template <int LEFT> static inline void copies_wait() {}
 template <int COUNT> static inline void fewer_registers() {}
