@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -237,3 +239,23 @@ def test_what_is_read_ahead_is_mostly_what_the_router_then_chooses() -> None:
     assert all(b[1] == "needed" and b[0] == a[0] for a, b in pairs)
     firsts = [a[2][0] in b[2] for a, b in pairs]
     assert sum(firsts) / len(firsts) > 0.85
+
+
+def test_experts_leave_memory_for_everything_else(directory: Path) -> None:
+    """Under a limit of the process the cache becomes smaller with one line, and what is not the cache still gets memory and threads."""
+    program = (
+        "import resource, sys, threading; import numpy as np; from pathlib import Path\n"
+        "from glm53serve.experts import ExpertFiles, ExpertStore, model_copies\n"
+        "from glm53serve.experts.memory import RESERVE_BYTES, available_bytes\n"
+        "from glm53serve.model.checkpoint import open_checkpoint\n"
+        "checkpoint = open_checkpoint(sys.argv[1], mapped=False); free = available_bytes()\n"
+        "store = ExpertStore(checkpoint, ExpertFiles(model_copies(Path(sys.argv[1]), checkpoint.files, '')), print)\n"
+        "store.open(len(store.places))\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + RESERVE_BYTES + 5 * store.buffer_bytes + 1000,) * 2)\n"
+        "assert available_bytes() < free; store.warm(); store.wait_warm(); assert store.buffers == 5, store.buffers\n"
+        "store.expert(2, 3); np.ones(RESERVE_BYTES // 20); threading.Thread(target=print).start(); store.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(directory)], capture_output=True, text=True, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "no memory for more routed experts: 5 of 48 are kept, the others are read when needed\n\n"

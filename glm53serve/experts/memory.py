@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ HUGE_PAGE = 2 << 20
 
 
 def available_bytes() -> int:
-    """Memory this process may still take: the system's estimate, or less where a control group's limit is nearer."""
+    """Memory this process may still take: the system's estimate, or less where a limit of its control group or its own (ulimit -v) is nearer."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -28,6 +29,9 @@ def available_bytes() -> int:
             continue
         if most.isdecimal() and now.isdecimal():
             available = min(available, max(0, int(most) - int(now)))
+    own = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if own != resource.RLIM_INFINITY:
+        available = min(available, max(0, own - int(psutil.Process().memory_info().vms)))
     return available
 
 
