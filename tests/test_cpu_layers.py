@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from tinymodel import FEATURES, TinyModel, random_ids, tiny_model
 
+from glm53serve.cpu import state
 from glm53serve.cpu.head import CpuHead
 from glm53serve.cpu.layers import CpuLayers
 from glm53serve.engine.seam import Batch, Halted, Span, never
@@ -259,6 +262,64 @@ def test_a_snapshot_without_memory_raises_and_harms_nothing(monkeypatch: pytest.
         with pytest.raises(MemoryError):
             runner.layers.snapshot(0)
     np.testing.assert_array_equal(runner.chunks(ids, 30), want)
+
+
+@contextmanager
+def allocation_fails(monkeypatch: pytest.MonkeyPatch, n: int) -> Iterator[list[int]]:
+    """The n-th array made by NumPy's empty or zeros finds no memory. Yields a list that is filled when there was one."""
+    made, failed = 0, []
+
+    def counted(original: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made == n:
+            failed.append(n)
+            raise MemoryError
+        return original(*arguments, **options)
+
+    with monkeypatch.context() as patch, suppress(MemoryError):
+        for name in ("empty", "zeros"):
+            patch.setattr(np, name, partial(counted, getattr(np, name)))
+        yield failed
+
+
+def test_a_pass_without_memory_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever allocation of a pass that needs more room fails, the same pass gives the right bits when there is memory again."""
+    monkeypatch.setattr(state, "_FIRST_ROWS", 4)
+    model = tiny_model(seed=4)
+    ids = random_ids(model.config, 40)
+
+    def begun() -> Runner:
+        runner = Runner(model, slots=1, capacity=60)
+        runner.run([(0, 0, ids[:3])])
+        runner.layers.snapshot(0)
+        return runner
+
+    want, n, failed = begun().run([(0, 3, ids[3:])]), 0, [0]
+    while failed:
+        n += 1 + n // 16
+        runner = begun()
+        with allocation_fails(monkeypatch, n) as failed:
+            runner.run([(0, 3, ids[3:])])
+        runner.layers.restore(0)
+        np.testing.assert_array_equal(runner.run([(0, 3, ids[3:])]), want)
+    assert n > 50
+
+
+def test_logits_without_memory_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(seed=4)
+    head = Runner(model, slots=1).head
+    embedded = head.embed(random_ids(model.config, 40))
+    want, n, failed = head.logits(embedded), 0, [0]
+    while failed:
+        n += 1
+        head = CpuHead(model.config, model.embedding, model.final_norm, model.lm_head, 32, 2)
+        head.logits(embedded[:3])
+        with allocation_fails(monkeypatch, n) as failed:
+            head.logits(embedded)
+        np.testing.assert_array_equal(head.logits(embedded[:3]), want[:3])
+        np.testing.assert_array_equal(head.logits(embedded), want)
+    assert n > 4
 
 
 def test_time_is_metered() -> None:

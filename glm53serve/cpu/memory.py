@@ -49,22 +49,21 @@ class Slots:
         self.room[slot] = 0
 
     def reserve(self, slot: int, state: SlotState, end: int, keep: int) -> None:
-        """Make room for positions below `end` in every DSA layer."""
+        """Make room for positions below `end` in every DSA layer. Raises MemoryError; there is then no more room than before."""
         if end <= self.room[slot]:
             return
-        table = self.tables[slot]
+        table, room = self.tables[slot], end
         for n, layer in enumerate(self.dsa_layers):
             store = state.dsa[layer]
             store.reserve(end, keep)
             table[1 + 2 * n], table[2 + 2 * n] = address(store.latents), address(store.pool_keys)
-            self.room[slot] = len(store.latents)
-        if not self.dsa_layers:
-            self.room[slot] = end
-        pools = self.room[slot] // self.kpool + 4
+            room = len(store.latents)
+        pools = room // self.kpool + 4
         if pools > self._scores.shape[1]:
             self._scores = np.empty((dsa.FEW_ROWS, pools), np.float32)
             self.scores.set(address(self._scores))
             self.score_room.set(pools)
+        self.room[slot] = room
 
 
 class GroupMemory:

@@ -33,25 +33,25 @@ class CompiledOutput:
     def _build(self, room: int) -> None:
         c = self.config
         hidden = padded(c.hidden_size, GROUP)
-        self._room = room
-        self.streams = zeros(room, c.hc_mult, hidden)
-        self.y = zeros(room, self.width)
-        self.form = Form(room, hidden, {part.kind for part in self.parts})
-        self.program = Program(self.team.threads)
+        streams, y = zeros(room, c.hc_mult, hidden), zeros(room, self.width)
+        form = Form(room, hidden, {part.kind for part in self.parts})
+        program = Program(self.team.threads)
         arguments = Arguments(
             rows.FINAL_FIELDS,
             count=self.count.at,
-            streams=address(self.streams),
-            stream_row=self.streams.strides[0],
-            stream=self.streams.strides[1],
+            streams=address(streams),
+            stream_row=streams.strides[0],
+            stream=streams.strides[1],
             n=c.hc_mult,
             width=c.hidden_size,
             eps=float(c.rms_norm_eps),
             norm=address(self.norm),
-            form=self.form.at,
+            form=form.at,
         )
-        self.program.by_row(rows.final.address, arguments)
-        self.program.matmul(self.parts, self.form, self.count, self.y)
+        program.by_row(rows.final.address, arguments)
+        program.matmul(self.parts, form, self.count, y)
+        # all or nothing: memory may run out before the last of them
+        self.streams, self.y, self.program, self._room = streams, y, program, room
 
     def __call__(self, streams: F32) -> F32:
         """Streams [rows, hc_mult, H] -> logits float32 [rows, V]."""

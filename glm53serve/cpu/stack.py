@@ -117,9 +117,11 @@ class CompiledStack:
         for layer in self._layers:
             if layer.moe is not None and layer.moe.shared is not None:
                 kinds |= kinds_of(layer.moe.shared.gate_up)
-        self._chunk = ChunkMemory(c, row_count, kinds)
-        b = Builder(c, self._group, self._chunk, self.slots, self.team.threads)
+        chunk = ChunkMemory(c, row_count, kinds)
+        b = Builder(c, self._group, chunk, self.slots, self.team.threads)
+        # both or neither: memory may run out before the last program
         self._programs = [self._layer_programs(b, layer, layout) for layer in self._layers]
+        self._chunk = chunk
 
     def _layer_programs(self, b: Builder, layer: _Layer, layout: SlotState) -> _Programs:
         attend, ffn = b.program(), b.program()

@@ -35,9 +35,10 @@ class DsaRows:
         if rows <= len(self.latents):
             return
         room = min(self.capacity, max(rows, 2 * len(self.latents), _FIRST_ROWS))
+        keys = _grown(self.pool_keys, room // self.kpool, keep // self.kpool) if self.indexed else self.pool_keys
+        # the latents' length says how much room there is, so they come last
         self.latents = _grown(self.latents, room, keep)
-        if self.indexed:
-            self.pool_keys = _grown(self.pool_keys, room // self.kpool, keep // self.kpool)
+        self.pool_keys = keys
 
     @property
     def nbytes(self) -> int:
