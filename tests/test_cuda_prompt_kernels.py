@@ -69,7 +69,7 @@ def test_kda_in_chunks_is_the_recurrence() -> None:
     wide = [ctypes.c_int64(v) for v in (stride, 0, s_size)]
     prepared = [rooms[name] for name in ("q", "k", "v", "decay", "beta")]
     device().launch(
-        "kda_prepare_prompt", (2, 3), 128,
+        "kda_prepare_prompt", (heads, 1), 128,
         [on[0], 3 * p, on[1], heads, on[2], rows, heads, tables[0], tables[1], on[6], wide[0], wide[2], on[3], on[4], on[5], -5.0, *prepared, rooms["qk"]],
     )  # fmt: skip
     chunk = 4 * 2 * 16 * (KDA_D + 8) * 2 + 2 * 2 * 16 * 24 * 2 + 4 * (KDA_D + 16 * 17 + 16)
@@ -138,3 +138,31 @@ def test_a_prompts_rows_attend_what_was_selected() -> None:
         weights = np.exp(scores - scores.max(1, keepdims=True))
         expected = weights @ here / weights.sum(1, keepdims=True)
         assert np.abs(got[row, :, :r] - expected).max() <= 1e-2 * np.abs(expected).max(), row
+
+
+def test_a_prompts_sites_balance_and_collapse() -> None:
+    rng = np.random.default_rng(7)
+    rows, h, chunks, ld, outs, eps, hc_eps, rounds = 35, 132, 2, 256, (2 + HC) * HC, 1e-5, 1e-6, 20
+    x, partial, norm = rng.standard_normal((rows, HC, h)), rng.standard_normal((rows, chunks, outs + 1)), rng.standard_normal(h)
+    partial[:, :, outs] = rng.uniform(200, 400, (rows, chunks))
+    base, scale = rng.standard_normal(outs), rng.standard_normal(3)
+    on = [put(v.astype(np.float32)) for v in (x, partial, base, scale, norm)]
+    coefficients, pre = put(np.full((rows, HC + HC * HC), np.nan, np.float32)), put(np.full((rows, HC), np.nan, np.float32))
+    out = put(np.zeros((rows, ld), np.uint16))
+    device().launch("site_balance_prompt", (2,), 256, [rows, h, chunks, on[1], on[2], on[3], eps, hc_eps, rounds, coefficients, pre])
+    device().launch("site_close_prompt", (rows,), 256, [on[0], h, pre, on[4], eps, out, ld], 4 * h)
+    y = partial.sum(1)
+    logits = y[:, :outs] / np.sqrt(y[:, outs:] / (HC * h) + eps) * np.repeat(scale, [HC, HC, HC * HC]) + base
+    weights, post = 1 / (1 + np.exp(-logits[:, :HC])) + hc_eps, 2 / (1 + np.exp(-logits[:, HC : 2 * HC]))
+    mix = logits[:, 2 * HC :].reshape(rows, HC, HC)
+    mix = np.exp(mix - mix.max(2, keepdims=True))
+    mix = mix / mix.sum(2, keepdims=True) + hc_eps
+    for turn in range(rounds):
+        if turn:
+            mix = mix / (mix.sum(2, keepdims=True) + hc_eps)
+        mix = mix / (mix.sum(1, keepdims=True) + hc_eps)
+    assert np.abs(get(coefficients, (rows, HC + HC * HC)) - np.concatenate([post, mix.reshape(rows, -1)], axis=1)).max() <= 2e-5
+    collapsed = np.einsum("tj,tjc->tc", weights, x)
+    expected = norm * collapsed / np.sqrt((collapsed * collapsed).mean(1, keepdims=True) + eps)
+    got = bf16_to_f32(get(out, (rows, ld), np.uint16))[:, in_product_order(ld)[:h]]
+    assert np.abs(got - expected).max() <= 5e-3 * np.abs(expected).max()

@@ -107,12 +107,15 @@ class Pipeline:
     def _site(self, rows: int, site: Site, pending: Returned | None) -> None:
         c, s = self.config, self.scratch
         chunks = self._open_site(rows, site.fn, pending)
-        x = s.split["x"]
-        arguments: list[Argument] = [
-            s.plain["streams"], c.hidden_size, chunks, s.plain["partial"], site.base, site.scale, site.norm, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters,
-            s.plain["coefficients"], x.high, self._lower(x), x.ld,
-        ]  # fmt: skip
-        self.device.launch("site_close", (rows,), 1024, arguments, 4 * c.hidden_size)
+        plain, x, h = s.plain, s.split["x"], c.hidden_size
+        balance: list[Argument] = [c.hc_eps, c.hc_sinkhorn_iters, plain["coefficients"]]
+        if self._low or h % 4:
+            given: list[Argument] = [plain["streams"], h, chunks, plain["partial"], site.base, site.scale, site.norm, c.rms_norm_eps]
+            self.device.launch("site_close", (rows,), 1024, [*given, *balance, x.high, self._lower(x), x.ld], 4 * h)
+            return
+        arguments: list[Argument] = [rows, h, chunks, plain["partial"], site.base, site.scale, c.rms_norm_eps, *balance, plain["pre"]]
+        self.device.launch("site_balance_prompt", (-(-rows // 32),), 256, arguments)
+        self.device.launch("site_close_prompt", (rows,), 256, [plain["streams"], h, plain["pre"], site.norm, c.rms_norm_eps, x.high, x.ld], 4 * h)
 
     def _open_site(self, rows: int, fn: Buffer | None, pending: Returned | None) -> int:
         """Mix the last half's result in and project the streams. Returns in how many chunks of columns the projection lies."""
@@ -154,7 +157,7 @@ class Pipeline:
         elif not self._low and kda_in_chunks(d) and bound is not None and bound >= LEAST_GATE:
             by_eight = -(-heads // 8)
             self.device.launch(
-                "kda_prepare_prompt", (-(-heads // 4), -(-rows // 32)), 128,
+                "kda_prepare_prompt", (heads, -(-rows // 128)), 128,
                 [plain["raw"], 3 * p, plain["beta_raw"], heads, plain["z"], rows, heads, at.slot, at.first, st.block, stride, window, w.taps, w.dt_bias,
                  w.a_log, float(bound), *prepared],
             )  # fmt: skip

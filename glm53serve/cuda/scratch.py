@@ -48,6 +48,7 @@ class Scratch:
         self._floats("streams", t * n * h)
         self._floats("partial", t * self.chunks * ((2 + n) * n + 1))
         self._floats("coefficients", t * (n + n * n))
+        self._floats("pre", t * n)
         self._pairs("x", t, h)
         self._floats("y", t * h)
         if KDA in c.layer_kinds:

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tinymodel import TinyModel
+from tinymodel import TinyModel, tiny_model
 
 from glm53serve.cuda.backend import CudaBackend, MakeDevice, load_backend
 from glm53serve.cuda.decode import decode_loop
 from glm53serve.engine.decode_loop import Commit, DecodeLoop
 from glm53serve.engine.seam import Batch, Span, never
 from glm53serve.engine.step_device import End, RowPlan
-from glm53serve.model.config import ModelConfig
+from glm53serve.model.config import DENSE, FULL, SPARSE, ModelConfig
 from glm53serve.model.quant import bf16_to_f32, dequantise, f32_to_bf16
-from glm53serve.model.weights import F32Array, FfnWeights, LayerWeights, Matrix, MoeWeights
+from glm53serve.model.weights import F32Array, FfnWeights, LayerWeights, Matrix, MatrixFormat, MoeWeights
 
 
 @dataclass
@@ -97,6 +97,28 @@ def run(loop: DecodeLoop) -> list[Commit]:
     while loop.live_slots or loop.outstanding:
         commits += loop.turn()
     return commits
+
+
+WIDE_SHAPES: dict[str, dict[str, Any]] = {
+    "small": {"qk_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64, "q_lora_rank": 64, "hidden_size": 96, "kda_head_dim": 32},
+    "heads of the real model": {
+        "hidden_size": 256, "num_heads": 64, "qk_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64, "kv_lora_rank": 512, "kda_heads": 3, "kda_head_dim": 128,
+        "index_topk": 64, "index_head_dim": 32,
+    },
+    "odd": {
+        "hidden_size": 320, "num_heads": 40, "qk_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64, "kv_lora_rank": 192, "kda_heads": 9, "kda_head_dim": 48,
+        "index_topk": 96,
+    },
+}  # fmt: skip
+"""Overrides of TINY in whose sizes the prompt kernels of wide models can be run."""
+
+
+def wide_model(name: str, kinds: tuple[str, ...], expert_format: MatrixFormat = "int4") -> TinyModel:
+    """A model of one of these shapes with as many layers as kinds, the last one sparse."""
+    count = len(kinds)
+    mlps, indexers = (DENSE,) * (count - 1) + (SPARSE,), (FULL,) * count
+    shape = {**WIDE_SHAPES[name], "num_layers": count, "layer_kinds": kinds, "mlp_kinds": mlps, "indexer_kinds": indexers}
+    return without_f32(tiny_model(seed=3, weight_format="bf16", expert_format=expert_format, **shape))
 
 
 @dataclass

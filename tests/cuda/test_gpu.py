@@ -16,7 +16,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from checks import Churn, backend_of, greedy, logits_in_pieces, prefill, run, same_turns  # noqa: E402
+from checks import WIDE_SHAPES, Churn, backend_of, greedy, logits_in_pieces, prefill, run, same_turns, wide_model  # noqa: E402
 from goldens import NAMES, golden, reference_of  # noqa: E402
 from tinymodel import FEATURES, random_ids, tiny_model  # noqa: E402
 
@@ -28,6 +28,7 @@ from glm53serve.engine.step_device import End, RowPlan  # noqa: E402
 from glm53serve.engine.tokenizer import Tokenizer  # noqa: E402
 from glm53serve.load import shipped_model  # noqa: E402
 from glm53serve.model.checkpoint import open_checkpoint  # noqa: E402
+from glm53serve.model.config import DSA, KDA  # noqa: E402
 
 pytestmark = pytest.mark.skipif(available() is None, reason="needs an NVIDIA GPU and the packages of glm53serve[cuda]")
 
@@ -64,6 +65,23 @@ def test_every_weight_format_against_the_reference(fmt: str) -> None:
     expected = reference.forward(ids, reference.new_state())
     assert np.abs(logits_in_pieces(backend, 0, ids, [30, 10]) - expected).max() <= 5e-4 * np.abs(expected).max()
     backend.device.close()
+
+
+@pytest.mark.parametrize("name", WIDE_SHAPES)
+def test_prompts_of_wide_models_agree_to_the_precision_of_bf16(name: str) -> None:
+    """Most rows; a few take another expert or another token, as their scores are nearly equal."""
+    for kinds in ((KDA,), (DSA,)):
+        model = wide_model(name, kinds)
+        backend = backend_of(model, gpu, capacity=320, chunk=300, exact=False)
+        ids = random_ids(model.config, 300)
+        reference = model.reference(np.float64)
+        expected = reference.forward(ids, reference.new_state())
+        got = logits_in_pieces(backend, 0, ids, [290, 10])
+        error = np.abs(got - expected).max(axis=1) / np.abs(expected).max()
+        print(f"{name}, {kinds[0]}: error / largest logit: median {np.median(error):.1e}, 9 of 10 rows within {np.quantile(error, 0.9):.1e}")
+        assert np.quantile(error, 0.9) <= 2e-2
+        assert np.array_equal(logits_in_pieces(backend, 1, ids, [290, 10]), got)
+        backend.device.close()
 
 
 @pytest.mark.parametrize("name", NAMES)

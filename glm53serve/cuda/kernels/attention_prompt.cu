@@ -39,6 +39,7 @@ KERNEL __launch_bounds__(256, 1) attend_prompt(const u16* query, int ldq, float 
         copy16_async(q + place(head, piece), query + (there ? ((long)local * HEADS + head0 + head) * ldq + piece * 8 : 0), there);
     }
     fetch(0, l);
+    scale *= 1.4426950408889634f;  // scores in powers of two
     float c[MINE][8][4], top[2] = {NEG_INF, NEG_INF}, sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < MINE * 32; ++i) c[i / 32][i / 4 % 8][i % 4] = 0.0f;
@@ -47,13 +48,13 @@ KERNEL __launch_bounds__(256, 1) attend_prompt(const u16* query, int ldq, float 
         copies_wait<0>();
         shared_to_tensor_cores();
         __syncthreads();  // this buffer is full, the other one and p are free
-        float s[4][4];
+        float s[4][4], other[4][4];  // of every second product: products of one sum wait for each other
 #pragma unroll
-        for (int i = 0; i < 16; ++i) s[i / 4][i % 4] = 0.0f;
+        for (int i = 0; i < 16; ++i) s[i / 4][i % 4] = other[i / 4][i % 4] = 0.0f;
         warpgroup_begin();
 #pragma unroll
         for (int i = 0; i < GROUPS * 4; ++i)
-            warpgroup_scores(s, (const u16*)(q + (i >> 2) * GROUP_BYTES), (const u16*)(now + (i >> 2) * GROUP_BYTES + half * 32 * 128), i & 3);
+            warpgroup_scores(i & 1 ? other : s, (const u16*)(q + (i >> 2) * GROUP_BYTES), (const u16*)(now + (i >> 2) * GROUP_BYTES + half * 32 * 128), i & 3);
         warpgroup_commit();
         if (base + 64 < count) fetch(base + 64, l + (turn ^ 1) * GROUPS * GROUP_BYTES);
         warpgroup_wait();
@@ -62,7 +63,7 @@ KERNEL __launch_bounds__(256, 1) attend_prompt(const u16* query, int ldq, float 
         for (int n = 0; n < 4; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                s[n][i] = base + half * 32 + n * 8 + 2 * t + (i & 1) < count ? s[n][i] * scale : NEG_INF;
+                s[n][i] = base + half * 32 + n * 8 + 2 * t + (i & 1) < count ? (s[n][i] + other[n][i]) * scale : NEG_INF;
                 best[i >> 1] = fmaxf(best[i >> 1], s[n][i]);
             }
 #pragma unroll
@@ -76,7 +77,7 @@ KERNEL __launch_bounds__(256, 1) attend_prompt(const u16* query, int ldq, float 
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float most = fmaxf(top[r], fmaxf(part[0][warp * 16 + g + 8 * r], part[1][warp * 16 + g + 8 * r]));
-            by[r] = expf(top[r] - most);
+            by[r] = exp2f(top[r] - most);
             top[r] = most;
             sum[r] *= by[r];
         }
@@ -84,7 +85,7 @@ KERNEL __launch_bounds__(256, 1) attend_prompt(const u16* query, int ldq, float 
         for (int n = 0; n < 4; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                s[n][i] = s[n][i] > NEG_INF ? expf(s[n][i] - top[i >> 1]) : 0.0f;
+                s[n][i] = s[n][i] > NEG_INF ? exp2f(s[n][i] - top[i >> 1]) : 0.0f;
                 sum[i >> 1] += s[n][i];
             }
             u16* to = p + (warp * 16 + g) * P_STRIDE + half * 32 + n * 8 + 2 * t;
@@ -99,6 +100,7 @@ KERNEL __launch_bounds__(256, 1) attend_prompt(const u16* query, int ldq, float 
         for (int m = 0; m < MINE; ++m)
 #pragma unroll
             for (int n = 0; n < 8; ++n) { c[m][n][0] *= by[0]; c[m][n][1] *= by[0]; c[m][n][2] *= by[1]; c[m][n][3] *= by[1]; }
+        settle(c[0][0], MINE * 32);
         warpgroup_begin();
 #pragma unroll
         for (int k = 0; k < 4; ++k)

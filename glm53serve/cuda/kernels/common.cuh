@@ -197,6 +197,11 @@ __device__ __forceinline__ void warpgroup_mix(float (*c)[4], const u32* a, const
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #endif
 }
+// Sums are computed up to here: the compiler moves none of it between the products that follow.
+__device__ __forceinline__ void settle(float* sums, int count) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
 __device__ __forceinline__ void warpgroup_begin() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

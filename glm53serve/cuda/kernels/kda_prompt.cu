@@ -14,24 +14,22 @@
 #define ROW_STRIP 32
 
 // Convolution, gates and unit lengths, as kda_prepare: a warp has ROW_STRIP rows of a head, a lane four channels; what the next row needs is requested
-// before this one is computed. grid (heads / 4, T / ROW_STRIP), 128 threads.
+// before this one is computed. grid (heads, T / (4 * ROW_STRIP)), 128 threads.
 KERNEL __launch_bounds__(128) kda_prepare_prompt(const float* raw, int ld, const float* beta, int ldb, const float* z, int T, int heads, const int* slot, const int* first,
                                                  const float* state, long slot_stride, long window_at, const float* taps, const float* dt_bias, const float* a_log,
                                                  float bound, float* q_out, float* k_out, float* v_out, float* decay, float* beta_out, float* qk_out) {
+    __shared__ __align__(16) float tap[3][CONV][KDA_D];
     WAIT_BEFORE();
-    const int head = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31, P = heads * KDA_D, row0 = blockIdx.y * ROW_STRIP, end = min(row0 + ROW_STRIP, T);
-    if (head >= heads) return;
+    const int head = blockIdx.x, lane = threadIdx.x & 31, P = heads * KDA_D, row0 = (blockIdx.y * 4 + (threadIdx.x >> 5)) * ROW_STRIP, end = min(row0 + ROW_STRIP, T);
+    for (int at = threadIdx.x; at < 3 * KDA_D * CONV; at += 128) {
+        const int s = at / (KDA_D * CONV), rest = at % (KDA_D * CONV);
+        tap[s][rest % CONV][rest / CONV] = taps[((long)s * P + head * KDA_D) * CONV + rest];
+    }
+    __syncthreads();
+    if (row0 >= T) return;
     const bool there = 4 * lane < KDA_D;
     const int channel = head * KDA_D + (there ? 4 * lane : 0);
-    float tap[3][4 * CONV];
     F4 v[3][CONV];
-#pragma unroll
-    for (int s = 0; s < 3; ++s)
-#pragma unroll
-        for (int i = 0; i < CONV; ++i) {  // four channels' taps side by side
-            const F4 f = *(const F4*)(taps + ((long)s * P + channel) * CONV + 4 * i);
-            tap[s][4 * i] = f.x; tap[s][4 * i + 1] = f.y; tap[s][4 * i + 2] = f.z; tap[s][4 * i + 3] = f.w;
-        }
     const F4 bias = *(const F4*)(dt_bias + channel);
     const float speed = expf(a_log[head]);
     auto read = [&](int row, int from, int s) {  // the raw row `from` as row `row` sees it
@@ -62,7 +60,8 @@ KERNEL __launch_bounds__(128) kda_prepare_prompt(const float* raw, int ld, const
             float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int j = 0; j < CONV; ++j) {
-                sum[0] += v[s][j].x * tap[s][j]; sum[1] += v[s][j].y * tap[s][CONV + j]; sum[2] += v[s][j].z * tap[s][2 * CONV + j]; sum[3] += v[s][j].w * tap[s][3 * CONV + j];
+                const F4 by = *(const F4*)&tap[s][j][there ? 4 * lane : 0];
+                sum[0] += v[s][j].x * by.x; sum[1] += v[s][j].y * by.y; sum[2] += v[s][j].z * by.z; sum[3] += v[s][j].w * by.w;
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) c[s][i] = there ? silu(sum[i]) : 0.0f;
