@@ -95,8 +95,8 @@ def run_products(device: Device, rows: int, jobs: list[Job], token_tile: int, ex
         _launch_skinny(device, rows, jobs, experts)
     elif jobs:
         most = experts.most if experts else 0
-        mapped = token_tile if token_tile == 128 else 0
-        _launch(device, "gemm", rows, jobs, experts, lambda job: (most if job.table else -(-rows // token_tile), GEMM_TILES), mapped)
+        kernel, mapped = ("gemm", token_tile) if token_tile == 128 else ("gemm_exact", 0)
+        _launch(device, kernel, rows, jobs, experts, lambda job: (most if job.table else -(-rows // token_tile), GEMM_TILES), mapped)
 
 
 def _launch_skinny(device: Device, rows: int, jobs: list[Job], experts: ExpertGroups | None) -> None:
@@ -145,7 +145,7 @@ def _launch(
             maps.map[i] = device.tensor_map(Pointer(job.x_high), there, 2 * job.ldx, mapped)
         blocks += beside * -(-job.tiles // tiles)
         everything.job[i] = job
-    device.launch(kernel, (blocks,), 384 if mapped else 256, [everything, maps], GEMM_SHARED)
+    device.launch(kernel, (blocks,), 384 if mapped else 256, [everything, maps] if mapped else [everything], GEMM_SHARED)
 
 
 def skinny_columns(rows: int) -> int:

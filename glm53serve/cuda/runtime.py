@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 KERNEL_DIR = Path(__file__).parent / "kernels"
-SOURCES = ("gemv", "gemm", "hyper", "kda", "kda_prompt", "dsa", "attention", "attention_prompt", "attention_few", "moe", "sample", "step")
+SOURCES = ("gemv", "gemm", "gemm_exact", "hyper", "kda", "kda_prompt", "dsa", "attention", "attention_prompt", "attention_few", "moe", "sample", "step")
 MODULES = (*(("gemv", {"ONLY": rows}) for rows in (4, 8, 16)), *((name, {}) for name in SOURCES[1:]))
 """What is compiled side by side: a source and its own defines."""
-HEADERS = {"matmul.cuh": ("gemv", "gemm"), "kda.cuh": ("kda", "kda_prompt")}
+HEADERS = {"matmul.cuh": ("gemv", "gemm", "gemm_exact"), "gemm.cuh": ("gemm", "gemm_exact"), "kda.cuh": ("kda", "kda_prompt")}
 """Parts that several sources share, beside common.cuh."""
 MAX_ROWS = 16
 BUCKETS = (1, 2, 4, 8, 16)
@@ -260,9 +260,7 @@ def kernel_source(name: str) -> str:
 
 def kernel_names(text: str, sizes: Mapping[str, int]) -> list[str]:
     """Kernels in a source compiled for these sizes."""
-    left_out: set[str] = set()
-    if sizes.get("EXACT"):
-        left_out |= {"gemm_long", "attend_prompt"}
+    left_out = {"gemm", "gemm_long", "attend_prompt"} if sizes.get("EXACT") else {"gemm_exact"}
     if sizes.get("EXACT") or not kda_in_chunks(sizes["KDA_D"]):
         left_out |= {"kda_prepare_prompt", "kda_chunks", "kda_finish_prompt"}
     return sorted(set(re.findall(r"^KERNEL (?:__launch_bounds__\([^)]*\) )?(\w+)\(", text, re.M)) - left_out)

@@ -271,7 +271,6 @@ static inline void copy16_async(void* to, const void* from, bool there) {
     if (there) memcpy(to, from, 16);
     else memset(to, 0, 16);
 }
-static inline void copy8_async(void* to, const void* from) { memcpy(to, from, 8); }
 typedef char* SharedAt;
 static inline SharedAt shared_at(const void* p) { return (char*)p; }
 static inline void copy16_at(SharedAt to, const void* from) { memcpy(to, from, 16); }
