@@ -54,6 +54,21 @@ __device__ __forceinline__ void copy16_async(void* shared, const void* global, b
     int bytes = there ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global), "r"(bytes) : "memory");
 }
+// A place in shared memory in the form in which the machine takes it.
+typedef u32 SharedAt;
+__device__ __forceinline__ SharedAt shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void copy16_at(SharedAt to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
+__device__ __forceinline__ void copy8_at(SharedAt to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory"); }
+__device__ __forceinline__ U4 load16_at(SharedAt at) {
+    U4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ U2 load8_at(SharedAt at) {
+    U2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
