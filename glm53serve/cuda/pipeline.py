@@ -111,7 +111,7 @@ class Pipeline:
         balance: list[Argument] = [c.hc_eps, c.hc_sinkhorn_iters, plain["coefficients"]]
         if self._low or h % 4:
             given: list[Argument] = [plain["streams"], h, chunks, plain["partial"], site.base, site.scale, site.norm, c.rms_norm_eps]
-            self.device.launch("site_close", (rows,), 1024, [*given, *balance, x.high, self._lower(x), x.ld], 4 * h)
+            self.device.launch("site_close", (rows,), 544, [*given, *balance, x.high, self._lower(x), x.ld], 4 * h + 16)
             return
         arguments: list[Argument] = [rows, h, chunks, plain["partial"], site.base, site.scale, c.rms_norm_eps, *balance, plain["pre"]]
         self.device.launch("site_balance_prompt", (-(-rows // 32),), 256, arguments)
@@ -219,7 +219,7 @@ class Pipeline:
         c, s, st = self.config, self.scratch, self.states
         plain, di = s.plain, c.index_head_dim
         keep = c.index_topk // c.index_kpool
-        parts = 32 if rows <= MAX_ROWS else 1
+        parts = 128 if rows <= MAX_ROWS else 1
         lds = ctypes.c_int64(s.max_pools)
         for first in range(0, rows, s.group):
             if first:

@@ -234,40 +234,50 @@ __device__ __forceinline__ void sinkhorn(float* m, int iterations, float eps) {
     }
 }
 
+// Four neighbouring values from column c on; zeros beyond H.
+__device__ __forceinline__ F4 quad_at(const float* from, int c, int H) {
+    if (H % 4 == 0 && c < H) return *(const F4*)(from + c);
+    return {c < H ? from[c] : 0.0f, c + 1 < H ? from[c + 1] : 0.0f, c + 2 < H ? from[c + 2] : 0.0f, c + 3 < H ? from[c + 3] : 0.0f};
+}
+
+#define CLOSE_WARPS 16
+#define CLOSE_COLUMNS (CLOSE_WARPS * 128)  // of all warps at a time
 // Second half of a site: coefficients [T][COEFFICIENTS] and the sub-layer's normalised input, split, [T][ldx].
-// grid (T), 1,024 threads: the last warp balances the mixing matrix while the others collapse the streams. Dynamic shared memory: H floats.
-KERNEL __launch_bounds__(1024) site_close(const float* X, int H, int chunks, const float* partial, const float* base, const float* scale, const float* norm, float norm_eps,
-                                          float hc_eps, int iterations, float* coefficients, u16* x_high, u16* x_low, int ldx) {
+// grid (T), 544 threads: the last warp balances the mixing matrix while the others collapse the streams. Dynamic shared memory: H + 4 floats.
+KERNEL __launch_bounds__(544) site_close(const float* X, int H, int chunks, const float* partial, const float* base, const float* scale, const float* norm, float norm_eps,
+                                         float hc_eps, int iterations, float* coefficients, u16* x_high, u16* x_low, int ldx) {
     DYNAMIC_SHARED(float, x);
     __shared__ float y[32];
-    __shared__ float room[32];
+    __shared__ float room[CLOSE_WARPS];
     const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     LET_NEXT_START();
-    float weight[5];
+    F4 weight[2];
 #pragma unroll
-    for (int m = 0; m < 5; ++m) weight[m] = warp < 31 && (int)threadIdx.x + 992 * m < H ? norm[threadIdx.x + 992 * m] : 0.0f;
+    for (int m = 0; m < 2; ++m) weight[m] = quad_at(norm, warp < CLOSE_WARPS ? 4 * threadIdx.x + CLOSE_COLUMNS * m : H, H);
+    const float offset = lane < OUTS ? base[lane] : 0.0f;
     WAIT_BEFORE();
-    if (warp <= OUTS) {
-        float sum = 0.0f;
+    float sum[2] = {0.0f, 0.0f};
 #pragma unroll 4
-        for (int i = lane; i < chunks; i += 32) sum += partial[((long)row * chunks + i) * (OUTS + 1) + warp];
-        sum = warp_sum(sum);
-        if (lane == 0) y[warp] = sum;
-    }
-    // Columns of a thread: every 992nd (31 warps); the streams are requested before the coefficients are known.
-    float v[HC][5];
-    if (warp < 31) {
+    for (int i = lane; i < chunks; i += 32)
 #pragma unroll
-        for (int m = 0; m < 5; ++m) {
-            const int c = threadIdx.x + 992 * m;
+        for (int m = 0; m < 2; ++m)
+            if (warp + 17 * m <= OUTS) sum[m] += partial[((long)row * chunks + i) * (OUTS + 1) + warp + 17 * m];
+    // The first columns of a thread are requested before the coefficients are known.
+    const float* from = X + (long)row * HC * H;
+    F4 v[2][HC];
 #pragma unroll
-            for (int j = 0; j < HC; ++j) v[j][m] = c < H ? X[((long)row * HC + j) * H + c] : 0.0f;
-        }
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int j = 0; j < HC; ++j) v[m][j] = quad_at(from + (long)j * H, warp < CLOSE_WARPS ? 4 * threadIdx.x + CLOSE_COLUMNS * m : H, H);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+        sum[m] = warp_sum(sum[m]);
+        if (lane == 0 && warp + 17 * m <= OUTS) y[warp + 17 * m] = sum[m];
     }
     __syncthreads();
     const float inverse = 1.0f / sqrtf(y[OUTS] / (HC * H) + norm_eps);
     float* to = coefficients + (long)row * COEFFICIENTS;
-    if (warp == 31) {
+    if (warp == CLOSE_WARPS) {
         if (lane < HC) to[lane] = 2.0f * sigmoid(y[HC + lane] * inverse * scale[1] + base[HC + lane]);
         float m[HC * HC];
 #pragma unroll
@@ -279,96 +289,33 @@ KERNEL __launch_bounds__(1024) site_close(const float* X, int H, int chunks, con
         }
         return;
     }
-    float pre[HC];
+    const float own = sigmoid(y[lane < HC ? lane : 0] * inverse * scale[0] + offset) + hc_eps;
+    float pre[HC], squares = 0.0f;
 #pragma unroll
-    for (int j = 0; j < HC; ++j) pre[j] = sigmoid(y[j] * inverse * scale[0] + base[j]) + hc_eps;
-    float squares = 0.0f;
+    for (int j = 0; j < HC; ++j) pre[j] = __shfl_sync(0xffffffffu, own, j);
+    for (int m = 0, c = 4 * threadIdx.x; c < H; ++m, c += CLOSE_COLUMNS) {
+        F4 total = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int m = 0; m < 5; ++m) {
-        const int c = threadIdx.x + 992 * m;
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < HC; ++j) sum += pre[j] * v[j][m];
-        if (c < H) x[c] = sum;
-        squares += c < H ? sum * sum : 0.0f;
-    }
-    for (int c = threadIdx.x + 4960; c < H; c += 992) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < HC; ++j) sum += pre[j] * X[((long)row * HC + j) * H + c];
-        x[c] = sum;
-        squares += sum * sum;
+        for (int j = 0; j < HC; ++j) add_scaled(total, pre[j], m == 0 ? v[0][j] : m == 1 ? v[1][j] : quad_at(from + (long)j * H, c, H));
+        *(F4*)&x[c] = total;
+        squares += total.x * total.x + total.y * total.y + total.z * total.z + total.w * total.w;
     }
     squares = warp_sum(squares);
     if (lane == 0) room[warp] = squares;
-    BARRIER(1, 992);
-    squares = warp_sum(lane < 31 ? room[lane] : 0.0f);
+    BARRIER(1, 32 * CLOSE_WARPS);
+    squares = warp_sum(lane < CLOSE_WARPS ? room[lane] : 0.0f);
     const float by = 1.0f / sqrtf(squares / H + norm_eps);
-#pragma unroll
-    for (int m = 0; m < 5; ++m) {
-        const int c = threadIdx.x + 992 * m;
-        if (c < H) store_split(x_high, x_low, (long)row * ldx + c, weight[m] * (x[c] * by));
-    }
-    for (int c = threadIdx.x + 4960; c < H; c += 992) store_split(x_high, x_low, (long)row * ldx + c, norm[c] * (x[c] * by));
-}
-
-// The second half for the many rows of a prompt, in two: what a row's projection says, then the collapse of its streams.
-// pre [T][HC]: weights of the streams. grid (T / BALANCE_ROWS), 256 threads: a warp sums rows, a thread balances one.
-#define BALANCE_ROWS 32
-KERNEL __launch_bounds__(256) site_balance_prompt(int T, int H, int chunks, const float* partial, const float* base, const float* scale, float norm_eps, float hc_eps,
-                                                  int iterations, float* coefficients, float* pre) {
-    __shared__ float y[BALANCE_ROWS][OUTS + 2];
-    WAIT_BEFORE();
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = blockIdx.x * BALANCE_ROWS;
-    for (int local = warp; local < BALANCE_ROWS && first + local < T; local += 8)
-        for (int o = lane; o <= OUTS; o += 32) {
-            float sum = 0.0f;
-#pragma unroll 8
-            for (int i = 0; i < chunks; ++i) sum += partial[((long)(first + local) * chunks + i) * (OUTS + 1) + o];
-            y[local][o] = sum;
-        }
-    __syncthreads();
-    const int row = first + threadIdx.x;
-    if (threadIdx.x >= BALANCE_ROWS || row >= T) return;
-    const float* mine = y[threadIdx.x];
-    const float inverse = 1.0f / sqrtf(mine[OUTS] / (HC * H) + norm_eps);
-    float m[HC * HC];
-#pragma unroll
-    for (int j = 0; j < HC; ++j) {
-        pre[(long)row * HC + j] = sigmoid(mine[j] * inverse * scale[0] + base[j]) + hc_eps;
-        coefficients[(long)row * COEFFICIENTS + j] = 2.0f * sigmoid(mine[HC + j] * inverse * scale[1] + base[HC + j]);
-    }
-#pragma unroll
-    for (int i = 0; i < HC * HC; ++i) m[i] = mine[2 * HC + i] * inverse * scale[2] + base[2 * HC + i];
-    sinkhorn(m, iterations, hc_eps);
-#pragma unroll
-    for (int i = 0; i < HC * HC; ++i) coefficients[(long)row * COEFFICIENTS + HC + i] = m[i];
-}
-// High parts in product order, [T][ldx]. H a multiple of 4. grid (T), 256 threads. Dynamic shared memory: H floats.
-KERNEL __launch_bounds__(256, 4) site_close_prompt(const float* X, int H, const float* pre, const float* norm, float eps, u16* x_high, int ldx) {
-    DYNAMIC_SHARED(F4, x);
-    __shared__ float room[32];
-    WAIT_BEFORE();
-    const int row = blockIdx.x;
-    float by[HC], squares = 0.0f;
-#pragma unroll
-    for (int j = 0; j < HC; ++j) by[j] = pre[(long)row * HC + j];
-#pragma unroll 2
-    for (int c = 4 * threadIdx.x; c < H; c += 1024) {
-        F4 v[HC], sum = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int j = 0; j < HC; ++j) v[j] = *(const F4*)(X + ((long)row * HC + j) * H + c);
-#pragma unroll
-        for (int j = 0; j < HC; ++j) add_scaled(sum, by[j], v[j]);
-        x[c / 4] = sum;
-        squares += sum.x * sum.x + sum.y * sum.y + sum.z * sum.z + sum.w * sum.w;
-    }
-    const float to_unit = 1.0f / sqrtf(block_sum(squares, room) / H + eps);
-    for (int c = 4 * threadIdx.x; c < H; c += 1024) {
-        const F4 v = x[c / 4], n = *(const F4*)(norm + c);
-        u16* to = x_high + in_product_order((long)row * ldx + c);
-        *(u32*)to = pack_bf16(n.x * (v.x * to_unit), n.y * (v.y * to_unit));
-        *(u32*)(to + 8) = pack_bf16(n.z * (v.z * to_unit), n.w * (v.w * to_unit));
+    for (int m = 0, c = 4 * threadIdx.x; c < H; ++m, c += CLOSE_COLUMNS) {
+        const F4 w = m == 0 ? weight[0] : m == 1 ? weight[1] : quad_at(norm, c, H), value = *(const F4*)&x[c];
+        const float out[4] = {w.x * (value.x * by), w.y * (value.y * by), w.z * (value.z * by), w.w * (value.w * by)};
+        if (x_low && c + 4 <= H && ldx % 4 == 0) {
+            u32 high[2], low[2];
+            split_pair(out[0], out[1], high[0], low[0]);
+            split_pair(out[2], out[3], high[1], low[1]);
+            *(U2*)(x_high + (long)row * ldx + c) = {high[0], high[1]};
+            *(U2*)(x_low + (long)row * ldx + c) = {low[0], low[1]};
+        } else
+            for (int i = 0; i < 4 && c + i < H; ++i) store_split(x_high, x_low, (long)row * ldx + c + i, out[i]);
     }
 }
 
