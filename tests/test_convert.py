@@ -386,3 +386,33 @@ def test_an_expert_of_mixed_formats_is_refused_and_can_be_converted(tmp_path: Pa
     assert said.count("\n") == 1 and "experts.2.down_proj.weight: f32" in said and "glm53serve convert" in said
     convert(mixed, out)
     assert main([*asked, str(out)]) == 0
+
+
+def test_verify_knows_every_way_to_store_a_network(tmp_path: Path) -> None:
+    """Convolutions as one or as three, a head of its own or the embedding's: the same network has no error, whichever is the source."""
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    synth(plain, "tiny", seed=4)
+    opened = open_checkpoint(plain)
+    tensors: dict[str, Raw] = {}
+    for info in opened.tensors.values():
+        data = np.fromfile(opened.files[info.shard], np.uint8, info.nbytes, offset=info.offset)
+        tensors[info.name] = Raw(info.dtype, info.shape, data.tobytes())
+    embedding = tensors["model.language_model.embed_tokens.weight"]
+    config = json.loads((plain / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = config["tie_word_embeddings"] = True
+    for directory in (plain, other):
+        if directory == plain:
+            tensors["lm_head.weight"] = embedding
+        else:
+            del tensors["lm_head.weight"]
+            for name in [name for name in tensors if ".q_conv1d." in name]:
+                q, k, v = (tensors.pop(name.replace(".q_", f".{which}_")) for which in "qkv")
+                tensors[name.replace(".q_conv1d.", ".conv1d.")] = Raw(q.dtype, (3 * q.shape[0], *q.shape[1:]), q.data + k.data + v.data)
+            directory.mkdir()
+        for path in directory.glob("model*"):
+            path.unlink()
+        (directory / "model.safetensors").write_bytes(blob(tensors))
+        (directory / "config.json").write_text(json.dumps(config))
+    for source, target in ((plain, other), (other, plain)):
+        kinds = verify(source, target)
+        assert kinds["lm_head"].tensors == 1 and {kind.worst for kind in kinds.values()} == {0.0}

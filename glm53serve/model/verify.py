@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm53serve.model import layout
-from glm53serve.model.checkpoint import open_checkpoint
+from glm53serve.model.checkpoint import Checkpoint, open_checkpoint
 from glm53serve.model.errors import ModelError
 from glm53serve.model.quant import BLOCK, dequantise_rows
 from glm53serve.model.weights import Matrix
@@ -48,20 +49,36 @@ def verify(source: Path, target: Path, experts_a_layer: int = 2, seed: int = 0) 
         for first in [blocks[i] for i in sorted(rng.permutation(len(blocks))[:8])]:
             _accumulate(kind, dequantise_rows(left, first, min(first + BLOCK, left.rows)), dequantise_rows(right, first, min(first + BLOCK, left.rows)))
 
-    others = dict(b.dense_matrices())
-    for name, stored in a.dense_matrices():
+    ours, others = dict(a.dense_matrices()), dict(b.dense_matrices())
+    if a.has_head != b.has_head:
+        for matrices in (ours, others):
+            matrices.setdefault("lm_head.weight", matrices["embed_tokens.weight"])
+    for name, stored in ours.items():
         compare(_kind(name), a.matrix(stored), b.matrix(others[name]))
     for layer in range(a.config.num_layers):
-        for name, need in layout.layer_needs(a.config, layer, a.tensors):
-            if not need.matrix:
-                kind = kinds.setdefault("small tensors", KindError())
-                kind.tensors += 1
-                _accumulate(kind, a.small(name, need), b.small(name, need))
+        small = dict(_small_tensors(b, layer))
+        for name, values in _small_tensors(a, layer):
+            kind = kinds.setdefault("small tensors", KindError())
+            kind.tensors += 1
+            _accumulate(kind, values, small[name])
     for layer in a.config.sparse_layers:
         for expert in rng.permutation(a.config.n_routed_experts)[:experts_a_layer].tolist():
             for role, left, right in zip(("gate", "up", "down"), a.stored_expert(layer, expert), b.stored_expert(layer, expert), strict=True):
                 compare(f"experts.{role}", a.matrix(left), b.matrix(right))
     return kinds
+
+
+def _small_tensors(checkpoint: Checkpoint, layer: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Name and values (flat) of what is no matrix; convolutions stored as one are three."""
+    for name, need in layout.layer_needs(checkpoint.config, layer, checkpoint.tensors):
+        if need.matrix:
+            continue
+        values = checkpoint.small(name, need).reshape(-1)
+        if name.endswith(".conv1d.weight"):
+            for which, part in zip("qkv", np.split(values, 3), strict=True):
+                yield name.replace(".conv1d.", f".{which}_conv1d."), part
+        else:
+            yield name, values
 
 
 def _accumulate(kind: KindError, want: NDArray[np.float32], got: NDArray[np.float32]) -> None:
