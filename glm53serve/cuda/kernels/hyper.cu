@@ -319,6 +319,66 @@ KERNEL __launch_bounds__(544) site_close(const float* X, int H, int chunks, cons
     }
 }
 
+// The second half for the many rows of a prompt, in two: what a row's projection says, then the collapse of its streams.
+// pre [T][HC]: weights of the streams. grid (T / BALANCE_ROWS), 256 threads: a warp sums rows, a thread balances one.
+#define BALANCE_ROWS 32
+KERNEL __launch_bounds__(256) site_balance_prompt(int T, int H, int chunks, const float* partial, const float* base, const float* scale, float norm_eps, float hc_eps,
+                                                  int iterations, float* coefficients, float* pre) {
+    __shared__ float y[BALANCE_ROWS][OUTS + 2];
+    WAIT_BEFORE();
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = blockIdx.x * BALANCE_ROWS;
+    for (int local = warp; local < BALANCE_ROWS && first + local < T; local += 8)
+        for (int o = lane; o <= OUTS; o += 32) {
+            float sum = 0.0f;
+#pragma unroll 8
+            for (int i = 0; i < chunks; ++i) sum += partial[((long)(first + local) * chunks + i) * (OUTS + 1) + o];
+            y[local][o] = sum;
+        }
+    __syncthreads();
+    const int row = first + threadIdx.x;
+    if (threadIdx.x >= BALANCE_ROWS || row >= T) return;
+    const float* mine = y[threadIdx.x];
+    const float inverse = 1.0f / sqrtf(mine[OUTS] / (HC * H) + norm_eps);
+    float m[HC * HC];
+#pragma unroll
+    for (int j = 0; j < HC; ++j) {
+        pre[(long)row * HC + j] = sigmoid(mine[j] * inverse * scale[0] + base[j]) + hc_eps;
+        coefficients[(long)row * COEFFICIENTS + j] = 2.0f * sigmoid(mine[HC + j] * inverse * scale[1] + base[HC + j]);
+    }
+#pragma unroll
+    for (int i = 0; i < HC * HC; ++i) m[i] = mine[2 * HC + i] * inverse * scale[2] + base[2 * HC + i];
+    sinkhorn(m, iterations, hc_eps);
+#pragma unroll
+    for (int i = 0; i < HC * HC; ++i) coefficients[(long)row * COEFFICIENTS + HC + i] = m[i];
+}
+// High parts in product order, [T][ldx]. H a multiple of 4. grid (T), 256 threads. Dynamic shared memory: H floats.
+KERNEL __launch_bounds__(256, 4) site_close_prompt(const float* X, int H, const float* pre, const float* norm, float eps, u16* x_high, int ldx) {
+    DYNAMIC_SHARED(F4, x);
+    __shared__ float room[32];
+    WAIT_BEFORE();
+    const int row = blockIdx.x;
+    float by[HC], squares = 0.0f;
+#pragma unroll
+    for (int j = 0; j < HC; ++j) by[j] = pre[(long)row * HC + j];
+#pragma unroll 2
+    for (int c = 4 * threadIdx.x; c < H; c += 1024) {
+        F4 v[HC], sum = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int j = 0; j < HC; ++j) v[j] = *(const F4*)(X + ((long)row * HC + j) * H + c);
+#pragma unroll
+        for (int j = 0; j < HC; ++j) add_scaled(sum, by[j], v[j]);
+        x[c / 4] = sum;
+        squares += sum.x * sum.x + sum.y * sum.y + sum.z * sum.z + sum.w * sum.w;
+    }
+    const float to_unit = 1.0f / sqrtf(block_sum(squares, room) / H + eps);
+    for (int c = 4 * threadIdx.x; c < H; c += 1024) {
+        const F4 v = x[c / 4], n = *(const F4*)(norm + c);
+        u16* to = x_high + in_product_order((long)row * ldx + c);
+        *(u32*)to = pack_bf16(n.x * (v.x * to_unit), n.y * (v.y * to_unit));
+        *(u32*)(to + 8) = pack_bf16(n.z * (v.z * to_unit), n.w * (v.w * to_unit));
+    }
+}
+
 // h = rms(mean of the streams), split, [T][ldx]; row r of the output is row rows[r] of X (null: r). grid (T), 1,024 threads. Dynamic shared memory: H floats.
 KERNEL __launch_bounds__(1024) final_norm(const float* X, const int* rows, int H, const float* norm, float eps, u16* x_high, u16* x_low, int ldx) {
     DYNAMIC_SHARED(float, x);
