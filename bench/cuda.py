@@ -35,7 +35,16 @@ class Bed:
     """A random model with its decoders, and the rates of the machine."""
 
     def __init__(
-        self, config: ModelConfig, dense: str, expert: str, slots: int, capacity: int, chunk: int, host_share: float = 0.0, loops: bool = True
+        self,
+        config: ModelConfig,
+        dense: str,
+        expert: str,
+        slots: int,
+        capacity: int,
+        chunk: int,
+        host_share: float = 0.0,
+        loops: bool = True,
+        router_bias: float = 0.05,
     ) -> None:
         start = time.perf_counter()
         self.config = config
@@ -44,7 +53,7 @@ class Bed:
         self.copy, self.gemm = self.device.copy_bandwidth(), self.device.gemm_rate()
         say(f"copy {self.copy:.0f} GB/s (read + written), bf16 product {self.gemm:.0f} TFLOP/s")
         start = time.perf_counter()
-        self.model: DeviceModel = RandomModel(self.device, config, dense, expert).build(host_share)  # type: ignore[arg-type]
+        self.model: DeviceModel = RandomModel(self.device, config, dense, expert, router_bias=router_bias).build(host_share)  # type: ignore[arg-type]
         self.layers = CudaLayers(self.device, self.model, slots, capacity, chunk, exact=False)
         for slot in range(slots):
             self.layers.open_slot(slot, capacity)
@@ -381,10 +390,12 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--dense", default="int8")
     parser.add_argument("--expert", default="int4")
+    parser.add_argument("--router-bias", type=float, default=0.05, help="spread of the random router's bias")
     options = parser.parse_args()
     sections = options.sections.split(",")
     if set(sections) & set(BED_SECTIONS):
-        bed = Bed(flash(options.layers, options.experts), options.dense, options.expert, options.slots, options.context + 1024, options.rows)
+        config, capacity = flash(options.layers, options.experts), options.context + 1024
+        bed = Bed(config, options.dense, options.expert, options.slots, capacity, options.rows, router_bias=options.router_bias)
         for section in sections:
             if section == "decode":
                 bench_decode(bed, options.context)

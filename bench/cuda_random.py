@@ -57,11 +57,14 @@ KERNEL busy(u64 ns) { const u64 start = clock_ns(); while (clock_ns() - start < 
 
 
 class RandomModel:
-    """Draws layers of a config. Experts beyond `device_experts` of each layer (from the last down) lie in pinned host memory."""
+    """Draws layers of a config. Experts beyond `device_experts` of each layer (from the last down) lie in pinned host memory.
 
-    def __init__(self, device: Device, config: ModelConfig, dense: MatrixFormat, expert: MatrixFormat, seed: int = 1) -> None:
+    The smaller `router_bias`, the more the experts of different tokens differ.
+    """
+
+    def __init__(self, device: Device, config: ModelConfig, dense: MatrixFormat, expert: MatrixFormat, seed: int = 1, router_bias: float = 0.05) -> None:
         self.device, self.config, self.dense, self.expert = device, config, dense, expert
-        self.seed = seed
+        self.seed, self.router_bias = seed, router_bias
 
     def fill(self, to: Pointer | Buffer | HostBuffer, words: int, kind: int, low: float = 0.0, high: float = 0.0) -> None:
         """Random 32-bit words on the device."""
@@ -163,7 +166,8 @@ class RandomModel:
         device_table = self.device.alloc(table.nbytes)
         self.device.upload(device_table.at(), table)
         shared = self.ffn(c.n_shared_experts * c.moe_intermediate_size) if c.n_shared_experts else None
-        return MoeOnDevice(self.matrix(e, h, "bf16", gain=2.0), self.vector(e, -0.05, 0.05), shared, device_table, gate_up, down, on_device)
+        router, bias = self.matrix(e, h, "bf16", gain=2.0), self.vector(e, -self.router_bias, self.router_bias)
+        return MoeOnDevice(router, bias, shared, device_table, gate_up, down, on_device)
 
     def build(self, host_share: float = 0.0) -> DeviceModel:
         """All layers and the ends."""
