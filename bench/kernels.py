@@ -54,7 +54,7 @@ def reader(threads: int) -> tuple[Callable[[], object], int]:
     team = shared_team(threads)
 
     def read() -> object:
-        return program.run(team, 1), data
+        return program.run(team, 1), data, sums
 
     return read, data.nbytes
 

@@ -52,11 +52,12 @@ def loop(b: ir.IRBuilder, count: Value, carried: list[Value], body: Callable[[Va
 
 def fetch_next(b: ir.IRBuilder, block: Value, stride: Value, width: int, group: Value, row_bytes: int) -> None:
     """Fetch what the next `width` rows hold of this group. A group's share of them is one run of memory where rows lie one after another:
-    the processor's own prefetching follows a few runs well, but not `width` of them at once."""
+    the processor's own prefetching follows a few runs well, but not `width` of them at once. Rows of bytes or wider would push each other
+    out of the first cache before they are met."""
     share = width * row_bytes
     at = b.add(b.add(block, b.mul(stride, i64(width))), b.mul(group, i64(share)))
     for line in range(0, share, 64):
-        prefetch(b, b.add(at, i64(line)))
+        prefetch(b, b.add(at, i64(line)), row_bytes < 64)
 
 
 def function(module: ir.Module, name: str, arguments: int, body: Callable[..., None]) -> ir.Function:

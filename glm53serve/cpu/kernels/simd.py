@@ -76,10 +76,10 @@ def call(b: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> i
     return b.call(fn, args)
 
 
-def prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
-    """Have the cache line of an address on its way; any address will do."""
+def prefetch(b: ir.IRBuilder, address: ir.Value, first_cache: bool) -> None:
+    """Have the cache line of an address on its way to the first or the second cache; any address will do."""
     pointer = b.inttoptr(address, I8.as_pointer())
-    arguments = [pointer, *(ir.Constant(I32, value) for value in (0, 3, 1))]
+    arguments = [pointer, *(ir.Constant(I32, value) for value in (0, 3 if first_cache else 2, 1))]
     fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), [a.type for a in arguments]), "llvm.prefetch.p0i8")
     b.call(fn, arguments)
 
