@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS: tuple[tuple[str, list[str], list[str]], ...] = (
-    ("kernels", [], ["--quick", "--seconds", "0.2"]),
+    ("kernels", [], ["--quick", "--seconds", "0.1"]),
     ("models", [], ["--quick"]),
     ("pools", [], []),
     ("streaming", [], ["--quick"]),
