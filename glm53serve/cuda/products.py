@@ -17,8 +17,8 @@ LONG_ROWS = 512
 SKINNY_BLOCKS = {4: 264, 8: 132, 16: 132}
 """Blocks of a skinny product for that many rows that an H200 runs at once; beyond that a block does several rounds."""
 SKINNY_ACTIVATIONS = {4: 32 << 10, 8: 128 << 10, 16: 128 << 10}
-"""Bytes of shared memory for activations."""
-SKINNY_WARPS, TEAM_TILES, RING_BYTES = {4: 8, 8: 16, 16: 8}, 2, 32 * 2304  # as gemv.cu has them
+"""Bytes of shared memory for activations, but for a unit of 64 bytes a column that keeps columns apart."""
+SKINNY_WARPS, TEAM_TILES, RING_BYTES = 8, 2, 8 * 4 * 2304  # as gemv.cu has them
 GEMM_SHARED = 1024 + 6 * 16384 + 2 * 16 * 4096  # the swizzled tiles' alignment, activations, weights; the other tiled kernels take less
 
 
@@ -102,7 +102,6 @@ def run_products(device: Device, rows: int, jobs: list[Job], token_tile: int, ex
 def _launch_skinny(device: Device, rows: int, jobs: list[Job], experts: ExpertGroups | None) -> None:
     """One launch whose blocks share the rounds of all matrices. At most one matrix a launch is an expert table."""
     columns = skinny_columns(rows)
-    warps = SKINNY_WARPS[columns]
     everything = _header(rows, jobs, experts)
     everything.x_bytes = SKINNY_ACTIVATIONS[columns]
     whole = most = 0
@@ -110,10 +109,7 @@ def _launch_skinny(device: Device, rows: int, jobs: list[Job], experts: ExpertGr
         if job.table and i + 1 < len(jobs):
             raise ValueError("two expert tables in a launch")
         job.slice_bits = job.slices.bit_length() - 1
-        teams = warps // job.slices
-        few = job.groups * job.tiles < TEAM_TILES * teams * SKINNY_BLOCKS[columns]  # then a tile a team, where the kernel can
-        job.tile_bits = 0 if few and warps > 8 and not job.table else 1
-        job.each = -(-job.tiles // (teams << job.tile_bits))
+        job.each = -(-job.tiles // (TEAM_TILES * SKINNY_WARPS // job.slices))
         job.by_each = 0 if job.each == 1 else -(-(1 << 32) // job.each)
         job.first_block = 0 if job.table else whole
         whole += 0 if job.table else job.groups * job.each
@@ -121,8 +117,8 @@ def _launch_skinny(device: Device, rows: int, jobs: list[Job], experts: ExpertGr
         everything.job[i] = job
     blocks = min(most, SKINNY_BLOCKS[columns])
     everything.share, everything.rest = divmod(whole, blocks)
-    shared = RING_BYTES + 4 * warps * TEAM_TILES * 16 * columns + 128 + everything.x_bytes
-    device.launch(f"gemv_{columns}", (blocks,), 32 * warps, [everything], shared)
+    shared = RING_BYTES + 4 * SKINNY_WARPS * TEAM_TILES * 16 * columns + 128 + everything.x_bytes + 64 * 2 * columns
+    device.launch(f"gemv_{columns}", (blocks,), 32 * SKINNY_WARPS, [everything], shared)
 
 
 def _header(rows: int, jobs: list[Job], experts: ExpertGroups | None) -> Jobs:

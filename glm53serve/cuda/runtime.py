@@ -205,7 +205,6 @@ class Job(ctypes.Structure):
         ("token_tiles", ctypes.c_int),
         ("limit", ctypes.c_float),
         ("slice_bits", ctypes.c_int),
-        ("tile_bits", ctypes.c_int),
         ("each", ctypes.c_int),
         ("by_each", ctypes.c_uint32),
     )

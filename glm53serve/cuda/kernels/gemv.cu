@@ -1,15 +1,18 @@
 // Products for up to 16 rows; ONLY (4, 8 or 16 rows) picks one kernel, so that they compile side by side.
 //
-// A block of WARPS warps walks through rounds: `slices` warps share the columns of one or two tiles, WARPS / slices such teams work side by side. All rounds
-// of a launch are dealt to the blocks, whatever matrices they belong to. Weights flow through a ring of RING steps a warp in shared memory (a step: half a
-// granule of every tile), across rounds and matrices; activations lie in shared memory as the products read them, a run of columns at a time.
+// A block of eight warps walks through rounds: `slices` warps share the columns of TEAM_TILES tiles, 8 / slices such teams work side by side. All rounds of a
+// launch are dealt to the blocks, whatever matrices they belong to. Weights flow through a ring of RING_STEPS steps a warp in shared memory (a step: half a
+// granule of every tile), across rounds and matrices: a step is in registers before its place is asked for again, so that RING_STEPS of them are under way.
+// Activations lie in shared memory as the products read them, a run of columns at a time.
 // Columns of an n-tile: column 2r is the high part of row r, column 2r + 1 its low part; NT tiles of 4 rows.
 #define TEAM_TILES 2
+#define RING_STEPS 4         // even
+#define GEMV_WARPS 8
+#define RING_BYTES (GEMV_WARPS * RING_STEPS * STEP_BYTES)
 #define STEP_BYTES 2304      // 2 x 1,024 bytes of weights, 256 of scales
-#define NEAR_GROUPS 32       // groups of rows a block's rounds can belong to
-#define AHEAD_GRANULES 2     // of each tile, asked into L2 before the kernel ahead is over
+#define NEAR_GROUPS (32 * NT) // groups of rows a block's rounds can belong to
 
-template <int NT, int TILES> struct RoundSums { float c[TILES][NT][4]; };
+template <int NT> struct RoundSums { float c[TEAM_TILES][NT][4]; };
 struct RowGroup { const U4* data; const float* scale; int start, count; };
 
 // Rounds of this block, in order: a share of those of all whole matrices, then of the experts', whose number is known after the wait only.
@@ -53,14 +56,14 @@ struct Walk {
 
 // What this warp reads in a round.
 struct WarpPart { int tile, slice, granules; };
-template <int WARPS> __device__ __forceinline__ WarpPart part_of(const Job& job, int within, int warp) {
-    const int slice = warp & (job.slices - 1), tile = (within * (WARPS >> job.slice_bits) + (warp >> job.slice_bits)) << job.tile_bits;
+__device__ __forceinline__ WarpPart part_of(const Job& job, int within, int warp) {
+    const int slice = warp & (job.slices - 1), tile = ((within << 3 >> job.slice_bits) + (warp >> job.slice_bits)) * TEAM_TILES;
     const bool busy = tile < job.tiles && slice < job.granules;
     return {tile, slice, busy ? (job.granules - slice + job.slices - 1) >> job.slice_bits : 0};
 }
 
-// Keeps a warp's ring full: the steps of all its rounds in the order in which they are used, first and second halves of granules in turn (RING is even).
-template <int WARPS, int RING> struct Feeder {
+// Keeps a warp's ring full: the steps of all its rounds in the order in which they are used, first and second halves of granules in turn.
+struct Feeder {
     Walk walk;
     const char *data, *scale;
     int second, left, jump, format, scale_jump;  // bytes to the second tile; granules left; bytes from a granule's second half to the next granule
@@ -70,21 +73,21 @@ template <int WARPS, int RING> struct Feeder {
     __device__ __forceinline__ void copy(int lane) {
         const SharedAt to = ring + place * STEP_BYTES, mine = to + lane * 16;
         copy16_at(mine, data); copy16_at(mine + 512, data + 512);
-        if (WARPS <= 8 || second) { copy16_at(mine + 1024, data + second); copy16_at(mine + 1536, data + second + 512); }
+        copy16_at(mine + 1024, data + second); copy16_at(mine + 1536, data + second + 512);
         if (HAS(INT4) && format == INT4) copy8_at(to + 2048 + lane * 8, scale);
         else if (HAS(FP8) && format == FP8 && lane < 2) copy8_at(to + 2048 + lane * 8, scale);
-        place = (place + 1) % RING;
+        place = (place + 1) % RING_STEPS;
     }
     // The first half of the next granule; false: there is none, or not known yet.
     __device__ __forceinline__ bool first_half(const Jobs& jobs, int groups, const RowGroup* near, int near_first, int warp, int lane) {
         while (left == 0) {
             if (!walk.next(jobs, groups)) { copies_commit(); return false; }
             const Job& job = jobs.job[walk.job];
-            const WarpPart part = part_of<WARPS>(job, walk.within, warp);
+            const WarpPart part = part_of(job, walk.within, warp);
             const RowGroup& of = near[walk.group - near_first];
             const U4* d = walk.experts ? of.data : job.data + walk.group * job.data_stride;
             const float* s = walk.experts ? of.scale : job.scale + walk.group * job.scale_stride;
-            const bool two = job.tile_bits && part.tile + 1 < job.tiles;
+            const bool two = part.tile + 1 < job.tiles;
             const long first = (long)part.tile * job.granules + part.slice;
             format = job.format;
             left = part.granules;
@@ -116,7 +119,8 @@ template <int WARPS, int RING> struct Feeder {
     }
 };
 
-// This lane's columns of the activations in shared memory: [unit of 32 columns][column of the n-tiles][64 bytes]; lanes without a row read zeros.
+// This lane's columns of the activations in shared memory, [column of the n-tiles][units of 32 columns, an odd number][64 bytes], so that neighbouring columns
+// lie in other banks; lanes without a row read zeros.
 template <int NT> struct Activations {
     SharedAt at[NT];
     u32 stride[NT];
@@ -138,26 +142,34 @@ template <int NT> __device__ __forceinline__ void add_scaled(float (*c)[4], cons
     }
 }
 
-template <int TILES> struct Step { U4 top[TILES], bottom[TILES]; };
-template <int TILES> __device__ __forceinline__ Step<TILES> load_step(SharedAt at, int lane) {
-    Step<TILES> w;
+// A step in registers: a kilobyte of weights of each tile, and the scales of its rows g and g + 8.
+struct Step { U4 top[TEAM_TILES], bottom[TEAM_TILES]; U2 above[TEAM_TILES], below[TEAM_TILES]; };
+template <int FORMAT> __device__ __forceinline__ Step load_step(SharedAt at, int lane) {
+    Step w;
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) { w.top[i] = load16_at(at + 1024 * i + 16 * lane); w.bottom[i] = load16_at(at + 1024 * i + 512 + 16 * lane); }
+    for (int i = 0; i < TEAM_TILES; ++i) {
+        w.top[i] = load16_at(at + 1024 * i + 16 * lane);
+        w.bottom[i] = load16_at(at + 1024 * i + 512 + 16 * lane);
+        if (FORMAT == INT4) {
+            w.above[i] = load8_at(at + 2048 + 128 * i + 8 * (lane >> 2));
+            w.below[i] = load8_at(at + 2048 + 128 * i + 64 + 8 * (lane >> 2));
+        } else if (FORMAT == FP8) w.above[i] = load8_at(at + 2048 + 8 * i);  // .x of the row above, .y of the one below
+    }
     return w;
 }
 
-// One step: half a granule of TILES tiles; unit = its first unit of columns, counted from the first in shared memory.
-template <int FORMAT, int NT, int TILES> __device__ __forceinline__ void step_products(RoundSums<NT, TILES>& s, const Step<TILES>& w, SharedAt step, const Activations<NT>& x, int unit, int half, int lane) {
+// One step: half a granule of TEAM_TILES tiles; unit = its first unit of columns, counted from the first in shared memory.
+template <int FORMAT, int NT> __device__ __forceinline__ void step_products(RoundSums<NT>& s, const Step& w, const Activations<NT>& x, int unit, int half) {
     constexpr int UNITS = FORMAT == INT4 ? 4 : FORMAT == INT8 || FORMAT == FP8 ? 2 : 1;
     U4 xv[NT];
     u32 a[2][4];
-    float part[TILES][NT][4];
+    float part[TEAM_TILES][NT][4];
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
         for (int n = 0; n < NT; ++n) xv[n] = x.unit(n, unit + u);
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) {
+        for (int i = 0; i < TEAM_TILES; ++i) {
             const U4 &p = w.top[i], &q = w.bottom[i];
             if (FORMAT == INT4) {
                 int4_unit(u == 0 ? p.x : u == 1 ? p.y : u == 2 ? p.z : p.w, u == 0 ? q.x : u == 1 ? q.y : u == 2 ? q.z : q.w, a);
@@ -168,7 +180,7 @@ template <int FORMAT, int NT, int TILES> __device__ __forceinline__ void step_pr
                     mma(part[i][n], a[1], xv[n].z, xv[n].w);
                 }
                 if (u & 1) {
-                    const U2 above = load8_at(step + 2048 + 128 * i + 8 * (lane >> 2)), below = load8_at(step + 2048 + 128 * i + 64 + 8 * (lane >> 2));
+                    const U2 &above = w.above[i], &below = w.below[i];
                     add_scaled<NT>(s.c[i], part[i], __uint_as_float(u == 1 ? above.x : above.y), __uint_as_float(u == 1 ? below.x : below.y));
                 }
             } else if (FORMAT == INT8) {
@@ -184,10 +196,7 @@ template <int FORMAT, int NT, int TILES> __device__ __forceinline__ void step_pr
                     else mma_first(part[i][n], a[0], xv[n].x, xv[n].y);
                     mma(part[i][n], a[1], xv[n].z, xv[n].w);
                 }
-                if (u & 1) {
-                    const U2 by = load8_at(step + 2048 + 8 * i);
-                    add_scaled<NT>(s.c[i], part[i], __uint_as_float(by.x), __uint_as_float(by.y));
-                }
+                if (u & 1) add_scaled<NT>(s.c[i], part[i], __uint_as_float(w.above[i].x), __uint_as_float(w.above[i].y));
             } else if (FORMAT == BF16) {
                 bf16_unit(p, q, a);
                 unit_products<NT>(s.c[i], a, xv);
@@ -204,23 +213,23 @@ template <int FORMAT, int NT, int TILES> __device__ __forceinline__ void step_pr
     }
 }
 
-struct GemvRoom { SharedAt ring; float* sums; U4* zeros; U4* x; int bytes; int* rows; };  // bytes: of x
-struct Loaded { const u16* from; int map, start, count, units; };                  // whose activations lie in shared memory, all columns of them
+struct GemvRoom { SharedAt ring; float* sums; U4* zeros; char* x; int bytes; u64* arrived; };      // bytes: of x, but for the odd units
+struct Loaded { const u16* from; int map, start, count, units; u32 times; };                       // whose activations lie in shared memory, all columns of them
 
-// Columns of the activations of a group, high and low parts, into shared memory. By all threads.
-template <int WARPS> __device__ __forceinline__ void load_activations(const GemvRoom& room, const Jobs& jobs, const Job& job, const u16* high, const u16* low, int start, int count, int unit0, int units) {
-    const int columns = 2 * count, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+// Columns of the activations of a group, high and low parts, into shared memory, by the copy engine: the copies of weights under way are not waited for.
+// By all threads; `times`: loads before this one.
+__device__ __forceinline__ void load_activations(const GemvRoom& room, const Jobs& jobs, const Job& job, const u16* high, const u16* low, int start, int count, int unit0, int units, u32 times) {
     __syncthreads();  // nobody reads what lay there
-    if ((int)threadIdx.x < count) room.rows[threadIdx.x] = mapped_row(job.x_map, threadIdx.x, start, jobs);
-    __syncthreads();
-    for (int part = warp; part < columns * ((units + 7) / 8); part += WARPS) {
-        const int c = part % columns, u = part / columns * 8 + (lane >> 2);
-        const u16* from = (c & 1 ? low : high) + (long)room.rows[c >> 1] * job.ldx + (unit0 + u) * 32;
-        if (u < units) copy16_async(room.x + (u * columns + c) * 4 + (lane & 3), (const U4*)from + (lane & 3), true);
+    if (threadIdx.x < 32) {
+        const int c = threadIdx.x;
+        if (c == 0) barrier_expect(room.arrived, 2 * count * units * 64);
+        __syncwarp();
+        if (c < 2 * count) {
+            const u16* from = (c & 1 ? low : high) + (long)mapped_row(job.x_map, c >> 1, start, jobs) * job.ldx + unit0 * 32;
+            bulk_copy(room.x + c * (units | 1) * 64, from, units * 64, room.arrived);
+        }
     }
-    copies_commit();
-    copies_wait<0>();
-    __syncthreads();
+    barrier_wait(room.arrived, times & 1);
 }
 
 __device__ __forceinline__ void write_value(const Jobs& jobs, const Job& job, const float* scale, int group, int start, int r, int tile, int r16, float value, float partner) {
@@ -233,12 +242,12 @@ __device__ __forceinline__ void write_value(const Jobs& jobs, const Job& job, co
 }
 
 // A round of `count` rows: the steps of this warp, then the sums of the slices put together in order.
-template <int FORMAT, int NT, int TILES, int WARPS, int RING>
-__device__ __forceinline__ void one_round(const Jobs& jobs, int groups, const RowGroup* near, int near_first, const Walk& walk, Feeder<WARPS, RING>& feeder, u32& place, Loaded& loaded, const GemvRoom& room) {
+template <int FORMAT, int NT>
+__device__ __forceinline__ void one_round(const Jobs& jobs, int groups, const RowGroup* near, int near_first, const Walk& walk, Feeder& feeder, u32& place, Loaded& loaded, const GemvRoom& room) {
     constexpr int UNITS = FORMAT == INT4 ? 8 : FORMAT == INT8 || FORMAT == FP8 ? 4 : FORMAT == BF16 ? 2 : 1;  // of a granule
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, group = walk.group;
     const Job& job = jobs.job[walk.job];
-    const WarpPart part = part_of<WARPS>(job, walk.within, warp);
+    const WarpPart part = part_of(job, walk.within, warp);
     const RowGroup& of = near[group - near_first];
     const bool expert = walk.experts;
     const int start = expert ? of.start : 0, count = expert ? of.count : jobs.rows;
@@ -248,41 +257,44 @@ __device__ __forceinline__ void one_round(const Jobs& jobs, int groups, const Ro
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         const bool there = n * 8 + g < 2 * count;
-        x.at[n] = there ? shared_at(room.x + (n * 8 + g) * 4 + t) : shared_at(room.zeros);
-        x.stride[n] = there ? 128 * count : 0;
+        x.at[n] = shared_at(room.zeros);
+        x.stride[n] = there ? 64 : 0;
     }
-    RoundSums<NT, TILES> s;
+    RoundSums<NT> s;
 #pragma unroll
-    for (int i = 0; i < TILES * NT * 4; ++i) s.c[i / (NT * 4)][i / 4 % NT][i % 4] = 0.0f;
+    for (int i = 0; i < TEAM_TILES * NT * 4; ++i) s.c[i / (NT * 4)][i / 4 % NT][i % 4] = 0.0f;
     const int granules = job.granules, slices = job.slices, end = part.granules ? granules : 0;
     int granule = part.slice;
     for (int first = 0; first < granules; first += together) {
         const int units = min(together, granules - first) * UNITS;
         const bool whole = together == granules;
         if (!whole || loaded.from != high || loaded.map != job.x_map || loaded.start != start || loaded.count != count || loaded.units != units) {
-            load_activations<WARPS>(room, jobs, job, high, low, start, count, first * UNITS, units);
-            loaded = {whole ? high : nullptr, job.x_map, start, count, units};
+            load_activations(room, jobs, job, high, low, start, count, first * UNITS, units, loaded.times);
+            loaded = {whole ? high : nullptr, job.x_map, start, count, units, loaded.times + 1};
         }
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+            if (x.stride[n]) x.at[n] = shared_at(room.x + (n * 8 + g) * (units | 1) * 64 + t * 16);
         const int stop = min(end, first + together);
 #pragma unroll 1
         for (; granule < stop; granule += slices)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                copies_wait<RING - 2>();
-                __syncwarp();  // this step is there for all lanes, and all are done with the one before, whose place the next one takes
-                const SharedAt step = room.ring + place * STEP_BYTES;
-                const Step<TILES> w = load_step<TILES>(step, lane);  // in front of the copies in the queue
-                if (half) feeder.first_half(jobs, groups, near, near_first, warp, lane);
-                else feeder.second_half(lane);
-                step_products<FORMAT, NT, TILES>(s, w, step, x, (granule - first) * UNITS + half * UNITS / 2, half, lane);
-                place = (place + 1) % RING;
+                copies_wait<RING_STEPS - 1>();
+                __syncwarp();  // this step is there for all lanes
+                const Step w = load_step<FORMAT>(room.ring + place * STEP_BYTES, lane);
+                __syncwarp();  // all have read it: its place takes the step RING_STEPS later
+                place = (place + 1) % RING_STEPS;
+                if (half) feeder.second_half(lane);
+                else feeder.first_half(jobs, groups, near, near_first, warp, lane);
+                step_products<FORMAT, NT>(s, w, x, (granule - first) * UNITS + half * UNITS / 2, half);
             }
     }
     const float* scale = expert ? of.scale : job.scale + group * job.scale_stride;
     if (job.slices == 1) {
         if (part.granules)
 #pragma unroll
-            for (int i = 0; i < TILES; ++i)
+            for (int i = 0; i < TEAM_TILES; ++i)
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {
                     const int r = 4 * n + t;
@@ -294,81 +306,82 @@ __device__ __forceinline__ void one_round(const Jobs& jobs, int groups, const Ro
         return;
     }
     __syncthreads();  // the sums of the round before are read
-    float* mine = room.sums + warp * TILES * 16 * 4 * NT;
+    float* mine = room.sums + warp * TEAM_TILES * 16 * 4 * NT;
 #pragma unroll
-    for (int i = 0; i < TILES; ++i)
+    for (int i = 0; i < TEAM_TILES; ++i)
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             mine[(i * 16 + g) * 4 * NT + 4 * n + t] = s.c[i][n][0] + s.c[i][n][1];
             mine[(i * 16 + g + 8) * 4 * NT + 4 * n + t] = s.c[i][n][2] + s.c[i][n][3];
         }
     __syncthreads();
-    constexpr int ROW_BITS = TILES == 2 ? 5 : 4;  // rows of a team
-    const int teams = WARPS >> job.slice_bits, tile0 = walk.within * teams * TILES, tall_bits = (WARPS == 16 ? 4 : 3) - job.slice_bits + ROW_BITS;  // of all teams
-    for (int i = threadIdx.x; i < count << tall_bits; i += 32 * WARPS) {
+    const int tall_bits = 3 - job.slice_bits + 5, tile0 = (walk.within << 3 >> job.slice_bits) * TEAM_TILES;  // rows of all teams: 1 << tall_bits
+    for (int i = threadIdx.x; i < count << tall_bits; i += 32 * GEMV_WARPS) {
         const int r = i >> tall_bits, row = i & ((1 << tall_bits) - 1), r16 = row & 15;
         if (job.out == OUT_SWIGLU && r16 >= 8) continue;
-        const float* from = room.sums + ((row >> ROW_BITS << job.slice_bits + ROW_BITS) + (row & TILES * 16 - 1)) * 4 * NT + r;
+        const float* from = room.sums + ((row >> 5 << job.slice_bits + 5) + (row & 31)) * 4 * NT + r;
         float value = 0.0f, partner = 0.0f;
         for (int w = 0; w < job.slices; ++w) {
-            value += from[w * TILES * 16 * 4 * NT];
-            if (job.out == OUT_SWIGLU) partner += from[w * TILES * 16 * 4 * NT + 8 * 4 * NT];
+            value += from[w * TEAM_TILES * 16 * 4 * NT];
+            if (job.out == OUT_SWIGLU) partner += from[w * TEAM_TILES * 16 * 4 * NT + 8 * 4 * NT];
         }
         write_value(jobs, job, scale, group, start, r, tile0 + (row >> 4), r16, value, partner);
     }
 }
 
-template <int NT, int TILES, int WARPS, int RING>
-__device__ __forceinline__ void round_of_format(const Jobs& jobs, int groups, const RowGroup* near, int near_first, const Walk& walk, Feeder<WARPS, RING>& feeder, u32& place, Loaded& loaded,
+template <int NT>
+__device__ __forceinline__ void round_of_format(const Jobs& jobs, int groups, const RowGroup* near, int near_first, const Walk& walk, Feeder& feeder, u32& place, Loaded& loaded,
                                                 const GemvRoom& room) {
     const int format = jobs.job[walk.job].format;
-    if (HAS(INT4) && format == INT4) one_round<INT4, NT, TILES>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
-    else if (HAS(BF16) && format == BF16) one_round<BF16, NT, TILES>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
-    else if (HAS(INT8) && format == INT8) one_round<INT8, NT, TILES>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
-    else if (HAS(FP8) && format == FP8) one_round<FP8, NT, TILES>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
-    else if (HAS(F32)) one_round<F32, NT, TILES>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+    if (HAS(INT4) && format == INT4) one_round<INT4, NT>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+    else if (HAS(BF16) && format == BF16) one_round<BF16, NT>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+    else if (HAS(INT8) && format == INT8) one_round<INT8, NT>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+    else if (HAS(FP8) && format == FP8) one_round<FP8, NT>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+    else if (HAS(F32)) one_round<F32, NT>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
 }
 
-template <int NT, int WARPS, int RING> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
+template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
     DYNAMIC_SHARED(char, memory);
     __shared__ RowGroup near[NEAR_GROUPS];
-    __shared__ int rows[MAX_ROWS];
+    __shared__ __align__(8) u64 arrived;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    char *sums = memory + WARPS * RING * STEP_BYTES, *after = sums + 4 * WARPS * TEAM_TILES * 16 * 4 * NT;
-    const GemvRoom room = {shared_at(memory + warp * RING * STEP_BYTES), (float*)sums, (U4*)after, (U4*)(after + 128), jobs.x_bytes, rows};
-    if (threadIdx.x == 0) *room.zeros = U4{0, 0, 0, 0};
-    // Weights do not depend on the kernel before: the ring is filled, and some more asked for, before waiting for it.
-    Feeder<WARPS, RING> feeder;
+    char *sums = memory + RING_BYTES, *after = sums + 4 * GEMV_WARPS * TEAM_TILES * 16 * 4 * NT;
+    const GemvRoom room = {shared_at(memory + warp * RING_STEPS * STEP_BYTES), (float*)sums, (U4*)after, after + 128, jobs.x_bytes, &arrived};
+    if (threadIdx.x == 0) {
+        *room.zeros = U4{0, 0, 0, 0};
+        barrier_init(&arrived, 1);
+        barriers_ready();
+    }
+    // Weights do not depend on the kernel before: the ring is filled before waiting for it. (More of them in L2 would come at the cost of what it still reads.)
+    Feeder feeder;
     feeder.begin(jobs, room.ring);
     int primed = 0;
-    auto prime = [&](int groups, int near_first) {  // RING - 1 steps, as far as they are known
+    auto prime = [&](int groups, int near_first) {  // RING_STEPS steps, as far as they are known
 #pragma unroll 1
-        for (; primed < RING - 1; ++primed) {
+        for (; primed < RING_STEPS; ++primed) {
             if (primed & 1) feeder.second_half(lane);
             else if (!feeder.first_half(jobs, groups, near, near_first, warp, lane)) return;
         }
     };
-    if (!jobs.job[0].table) {
-        prime(-1, 0);
-        if (lane < TEAM_TILES && primed == RING - 1)
-            for (int i = 0; i < AHEAD_GRANULES && i + 1 < feeder.left; ++i)
-                ask_into_l2(feeder.data - lane * 16 + (lane ? feeder.second : 0) + feeder.jump + i * (feeder.jump + 1024), 2048);
-    }
+    if (!jobs.job[0].table) prime(-1, 0);
     WAIT_BEFORE();
     int groups = -1, near_first = 0;
     const Job& final_job = jobs.job[jobs.count - 1];
     if (final_job.table) {
+        // Where all groups there can be fit, their places are read at once with their number; what lies beyond it is of older steps, and not used.
         groups = jobs.groups[0];
-        Walk walk;
-        walk.left = 0;
-        walk.fresh = walk.experts = false;
-        if (walk.next(jobs, groups)) {
-            near_first = walk.group;
-            const int group = near_first + threadIdx.x;
-            if ((int)threadIdx.x < NEAR_GROUPS && group < groups) {
-                const int* of = jobs.groups + 4 + 4 * group;
-                near[threadIdx.x] = {(const U4*)final_job.table[of[0] * 4 + final_job.which * 2], (const float*)final_job.table[of[0] * 4 + final_job.which * 2 + 1], of[1], of[2]};
-            }
+        int most = jobs.rows * jobs.top_k;
+        if (most > NEAR_GROUPS) {
+            Walk walk;
+            walk.left = 0;
+            walk.fresh = walk.experts = false;
+            if (walk.next(jobs, groups)) near_first = walk.group;
+            most = groups;
+        }
+        const int group = near_first + threadIdx.x;
+        if ((int)threadIdx.x < NEAR_GROUPS && group < most) {
+            const int* of = jobs.groups + 4 + 4 * group;
+            near[threadIdx.x] = {(const U4*)final_job.table[of[0] * 4 + final_job.which * 2], (const float*)final_job.table[of[0] * 4 + final_job.which * 2 + 1], of[1], of[2]};
         }
     }
     __syncthreads();
@@ -376,23 +389,22 @@ template <int NT, int WARPS, int RING> __device__ __forceinline__ void gemv_bloc
     Walk walk;
     walk.begin(jobs);
     u32 place = 0;
-    Loaded loaded = {nullptr, 0, 0, 0, 0};
+    Loaded loaded = {nullptr, 0, 0, 0, 0, 0};
 #pragma unroll 1
     while (walk.next(jobs, groups)) {
         const int count = walk.experts ? near[walk.group - near_first].count : jobs.rows;
-        if (WARPS > 8 && !jobs.job[walk.job].tile_bits) round_of_format<NT, 1>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
-        else if (NT > 1 && count <= 4) round_of_format<1, 2>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
-        else if (NT > 2 && count <= 8) round_of_format<2, 2>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
-        else round_of_format<NT, 2>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+        if (NT > 1 && count <= 4) round_of_format<1>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+        else if (NT > 2 && count <= 8) round_of_format<2>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
+        else round_of_format<NT>(jobs, groups, near, near_first, walk, feeder, place, loaded, room);
     }
     copies_wait<0>();
 }
 #if !defined(ONLY) || ONLY == 4
-KERNEL __launch_bounds__(256, 2) gemv_4(const __grid_constant__ Jobs jobs) { gemv_block<1, 8, 4>(jobs); }
+KERNEL __launch_bounds__(256, 2) gemv_4(const __grid_constant__ Jobs jobs) { gemv_block<1>(jobs); }
 #endif
 #if !defined(ONLY) || ONLY == 8
-KERNEL __launch_bounds__(512, 1) gemv_8(const __grid_constant__ Jobs jobs) { gemv_block<2, 16, 2>(jobs); }
+KERNEL __launch_bounds__(256, 1) gemv_8(const __grid_constant__ Jobs jobs) { gemv_block<2>(jobs); }
 #endif
 #if !defined(ONLY) || ONLY == 16
-KERNEL __launch_bounds__(256, 1) gemv_16(const __grid_constant__ Jobs jobs) { gemv_block<4, 8, 4>(jobs); }
+KERNEL __launch_bounds__(256, 1) gemv_16(const __grid_constant__ Jobs jobs) { gemv_block<4>(jobs); }
 #endif

@@ -34,7 +34,7 @@ __device__ __forceinline__ float returned(const Returned& from, int row, int col
 
 // First half of a site: the streams take the last half's result (mixed != 0), then partial sums of the projection over 32 columns of every stream.
 // X [T][HC][H] in place; coefficients [T][COEFFICIENTS] of the last site; fn [OUTS][HC*H] or null (mix only);
-// partial [T][gridDim.x][OUTS + 1], the last is the sum of squares. grid (H / 32, T / 8), 256 threads: one a token and column.
+// partial [T][OUTS + 1][gridDim.x], the last is the sum of squares. grid (H / 32, T / 8), 256 threads: one a token and column.
 KERNEL __launch_bounds__(256) site_open(float* X, int T, int H, int mixed, const float* coefficients, const Returned from, const float* fn, float* partial) {
     __shared__ __align__(16) float x[SITE_TOKENS][HC * SITE_COLUMNS + 4];
     __shared__ __align__(16) float f[OUTS][HC * SITE_COLUMNS + 4];
@@ -85,10 +85,11 @@ KERNEL __launch_bounds__(256) site_open(float* X, int T, int H, int mixed, const
         const F4 a = *(const F4*)&x[token][i], b = o == OUTS ? a : *(const F4*)&f[o][i];
         sum[0] += a.x * b.x; sum[1] += a.y * b.y; sum[2] += a.z * b.z; sum[3] += a.w * b.w;
     }
-    partial[((long)row * gridDim.x + blockIdx.x) * (OUTS + 1) + o] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    partial[((long)row * (OUTS + 1) + o) * gridDim.x + blockIdx.x] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// The same for the many rows of a prompt: the projection on tensor cores, of bf16 pairs (16 bits of mantissa), chunks of PROMPT_COLUMNS columns.
+// The same for the many rows of a prompt: the projection on tensor cores, of bf16 pairs (16 bits of mantissa), chunks of PROMPT_COLUMNS columns;
+// partial [T][gridDim.x][OUTS + 1].
 // A lane has four neighbouring columns of two rows in the places of a product's A operand; the order of columns within a product does not matter.
 #define PROMPT_COLUMNS 128
 #define PROMPT_ROWS 64
@@ -247,21 +248,22 @@ __device__ __forceinline__ F4 quad_at(const float* from, int c, int H) {
 KERNEL __launch_bounds__(544) site_close(const float* X, int H, int chunks, const float* partial, const float* base, const float* scale, const float* norm, float norm_eps,
                                          float hc_eps, int iterations, float* coefficients, u16* x_high, u16* x_low, int ldx) {
     DYNAMIC_SHARED(float, x);
-    __shared__ float y[32];
+    __shared__ float y[32], add[OUTS], by_part[3];  // base and scale
     __shared__ float room[CLOSE_WARPS];
     const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     LET_NEXT_START();
     F4 weight[2];
 #pragma unroll
     for (int m = 0; m < 2; ++m) weight[m] = quad_at(norm, warp < CLOSE_WARPS ? 4 * threadIdx.x + CLOSE_COLUMNS * m : H, H);
-    const float offset = lane < OUTS ? base[lane] : 0.0f;
+    if (threadIdx.x < OUTS) add[threadIdx.x] = base[threadIdx.x];
+    if (threadIdx.x < 3) by_part[threadIdx.x] = scale[threadIdx.x];
     WAIT_BEFORE();
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll 4
     for (int i = lane; i < chunks; i += 32)
 #pragma unroll
         for (int m = 0; m < 2; ++m)
-            if (warp + 17 * m <= OUTS) sum[m] += partial[((long)row * chunks + i) * (OUTS + 1) + warp + 17 * m];
+            if (warp + 17 * m <= OUTS) sum[m] += partial[((long)row * (OUTS + 1) + warp + 17 * m) * chunks + i];
     // The first columns of a thread are requested before the coefficients are known.
     const float* from = X + (long)row * HC * H;
     F4 v[2][HC];
@@ -278,10 +280,10 @@ KERNEL __launch_bounds__(544) site_close(const float* X, int H, int chunks, cons
     const float inverse = 1.0f / sqrtf(y[OUTS] / (HC * H) + norm_eps);
     float* to = coefficients + (long)row * COEFFICIENTS;
     if (warp == CLOSE_WARPS) {
-        if (lane < HC) to[lane] = 2.0f * sigmoid(y[HC + lane] * inverse * scale[1] + base[HC + lane]);
+        if (lane < HC) to[lane] = 2.0f * sigmoid(y[HC + lane] * inverse * by_part[1] + add[HC + lane]);
         float m[HC * HC];
 #pragma unroll
-        for (int i = 0; i < HC * HC; ++i) m[i] = y[2 * HC + i] * inverse * scale[2] + base[2 * HC + i];
+        for (int i = 0; i < HC * HC; ++i) m[i] = y[2 * HC + i] * inverse * by_part[2] + add[2 * HC + i];
         if (lane == 0) {
             sinkhorn(m, iterations, hc_eps);
 #pragma unroll
@@ -289,7 +291,7 @@ KERNEL __launch_bounds__(544) site_close(const float* X, int H, int chunks, cons
         }
         return;
     }
-    const float own = sigmoid(y[lane < HC ? lane : 0] * inverse * scale[0] + offset) + hc_eps;
+    const float own = sigmoid(y[lane < HC ? lane : 0] * inverse * by_part[0] + add[lane < HC ? lane : 0]) + hc_eps;
     float pre[HC], squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < HC; ++j) pre[j] = __shfl_sync(0xffffffffu, own, j);

@@ -35,7 +35,6 @@ struct Job {
     int token_tiles;    // gemm: the most tiles of tokens there can be
     float limit;
     int slice_bits;     // gemv: slices = 1 << slice_bits
-    int tile_bits;      // gemv: a team has 1 << tile_bits tiles of a round
     int each;           // gemv: rounds of one group
     u32 by_each;        // gemv: 2^32 / each, rounded up; 0 where each is 1
 };

@@ -90,17 +90,21 @@ KERNEL __launch_bounds__(512) route_few(const float* logits, int ld, const float
     __shared__ int pair_expert[512], leads[512];
     LET_NEXT_START();
     const int row = threadIdx.x >> 5, lane = threadIdx.x & 31, pairs = rows * top_k;
+    float *score = memory + row * (2 * E + groups + 32), *biased = score + E, *group_score = biased + E;
+    const bool alive = row < rows && live[row];  // older than the kernel before
+    const long own_uses = alive ? slot[row] * use_stride : 0;
+    if (alive)
+#pragma unroll 8
+        for (int e = lane; e < E; e += 32) biased[e] = bias[e];
     WAIT_BEFORE();
     if (row < rows) {
-        float *score = memory + row * (2 * E + groups + 32), *biased = score + E, *group_score = biased + E;
-        const bool alive = live[row] != 0;
         Choice chosen = {-1, 0.0f};
         if (alive) {
-#pragma unroll 8
+#pragma unroll 12
             for (int e = lane; e < E; e += 32) {
                 const float s = sigmoid(logits[(long)row * ld + e]);
                 score[e] = s;
-                biased[e] = s + bias[e];
+                biased[e] += s;
             }
             __syncwarp();
             chosen = choose_experts(score, biased, group_score, E, top_k, groups, kept_groups, normalise, scaling);
@@ -108,7 +112,7 @@ KERNEL __launch_bounds__(512) route_few(const float* logits, int ld, const float
         if (lane < top_k) {
             pair_expert[row * top_k + lane] = ids[row * top_k + lane] = chosen.expert;
             weights[row * top_k + lane] = chosen.weight;
-            if (alive && uses) atomicAdd(&uses[slot[row] * use_stride + chosen.expert], 1u);
+            if (alive && uses) atomicAdd(&uses[own_uses + chosen.expert], 1u);
         }
     }
     __syncthreads();
