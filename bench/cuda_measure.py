@@ -56,21 +56,27 @@ class BenchDevice(CupyDevice):
             out[name].append(1e3 * self.cupy.cuda.get_elapsed_time(start, end))
         return {name: (len(v), float(sum(v))) for name, v in out.items()}
 
-    def costs(self, body: Callable[[], None], together: Sequence[frozenset[str]] = (), repeat: int = 24) -> tuple[float, dict[str, tuple[int, float, float]]]:
+    def costs(self, body: Callable[[], None], frozen: frozenset[str] = frozenset(), repeat: int = 24) -> tuple[float, dict[str, tuple[int, float, float]]]:
         """What each kernel and grid costs inside the recorded graph of `body`: microseconds of the whole less those of a graph without it.
 
-        Kernels of one set of `together` are left out at once. Returns the whole and (launches, microseconds, bytes of weights of whole matrices) by name.
+        Kernels of `frozen` decide what the others do: these are measured without them, all on what those wrote last. Returns the whole and (launches,
+        microseconds, bytes of weights of whole matrices) by name.
         """
         self._seen = seen = {}
         body()
         self._seen = None
         whole = self._graph_time(body, repeat)
-        groups = {name: next((g for g in together if name.split()[0] in g), frozenset({name})) for name in seen}
+        self._left_out = frozen
+        base = self._graph_time(body, repeat)
         out: dict[str, tuple[int, float, float]] = {}
-        for group in dict.fromkeys(groups.values()):
-            self._left_out = group
-            members = [name for name, g in groups.items() if g == group]
-            out[" + ".join(members)] = sum(len(seen[m]) for m in members), whole - self._graph_time(body, repeat), sum(sum(seen[m]) for m in members)
+        for name, weights in seen.items():
+            if name.split()[0] in frozen:
+                self._left_out = frozenset({name})
+                without = whole - self._graph_time(body, repeat)
+            else:
+                self._left_out = frozen | {name}
+                without = base - self._graph_time(body, repeat)
+            out[name] = len(weights), without, sum(weights)
         self._left_out = frozenset()
         return whole, out
 

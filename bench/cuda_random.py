@@ -57,7 +57,7 @@ KERNEL busy(u64 ns) { const u64 start = clock_ns(); while (clock_ns() - start < 
 
 
 class RandomModel:
-    """Draws layers of a config. Experts beyond `device_experts` of each layer (from the last down) lie in pinned host memory.
+    """Draws layers of a config. A share of the experts of each layer, drawn at random, may lie in pinned host memory.
 
     The smaller `router_bias`, the more the experts of different tokens differ.
     """
@@ -150,14 +150,15 @@ class RandomModel:
 
         gate_up, down = shape(c.moe_intermediate_size, h, True), shape(h, c.moe_intermediate_size, False)
         left = round(e * host_share)
-        on_device = np.arange(e) < e - left
+        on_device = np.random.default_rng(self.seed).permutation(e) >= left
         sizes = [weight_bytes(gate_up), 4 * scale_floats(gate_up), weight_bytes(down), 4 * scale_floats(down)]
         each = sum(sizes)
         room = self.device.alloc(each * (e - left))
         table = np.zeros((e, 4), np.uint64)
         starts = np.concatenate([[0], np.cumsum(sizes)[:3]]).astype(np.uint64)
+        places = np.where(on_device, np.cumsum(on_device) - 1, np.cumsum(~on_device) - 1)
         for i in range(e):
-            base = room.address + each * i if on_device[i] else (pinned.address if pinned else 0) + each * (i - (e - left))
+            base = (room.address if on_device[i] else pinned.address if pinned else 0) + each * int(places[i])
             table[i] = starts + np.uint64(base)
             for j, (m, at) in enumerate(((gate_up, 0), (down, 2))):
                 del j
