@@ -162,6 +162,8 @@ def _parse(f: Field[Any], text: str) -> Any:
                 raise ValueError(text)
             value = int(text)
         elif kind == "float":
+            if not re.fullmatch(r"[ -~]+", text) or "_" in text:  # float() too
+                raise ValueError(text)
             value = float(text)
         elif kind == "bool":
             value = bool(("0", "1").index(text))

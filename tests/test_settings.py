@@ -41,6 +41,8 @@ def test_defaults_and_values() -> None:
         ("GLM53_BITS", "5", "one of 4, 8, 16, 32"),
         ("GLM53_EXPERT_GB", "nan", "a number from 0"),
         ("GLM53_EXPERT_GB", "-1", "a number from 0"),
+        ("GLM53_EXPERT_GB", "1_0", "a number from 0"),
+        ("GLM53_EXPERT_GB", "٣", "a number from 0"),
         ("GLM53_VERBOSE", "yes", "0 or 1"),
         ("GLM53_BACKEND", "tpu", "one of auto, cpu, cuda, vulkan"),
         ("COLI_VK_CHAIN", "3", "one of 0, 1, 2"),
