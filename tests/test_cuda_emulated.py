@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
@@ -18,12 +19,13 @@ from emulated_device import EmulatedDevice, compiler  # noqa: E402
 from goldens import golden  # noqa: E402
 from tinymodel import FEATURES, as_matrix, random_ids, tiny_model  # noqa: E402
 
+from glm53serve.cuda import upload  # noqa: E402
 from glm53serve.cuda.backend import CudaBackend, load_backend  # noqa: E402
 from glm53serve.cuda.decode import decode_loop  # noqa: E402
 from glm53serve.cuda.model import defines  # noqa: E402
 from glm53serve.cuda.packing import pack, pack_pair, unpack  # noqa: E402
 from glm53serve.cuda.products import product, run_products  # noqa: E402
-from glm53serve.cuda.runtime import MAX_ROWS, Device  # noqa: E402
+from glm53serve.cuda.runtime import MAX_ROWS, Device, HostBuffer  # noqa: E402
 from glm53serve.cuda.scratch import SplitRows, padded  # noqa: E402
 from glm53serve.cuda.upload import Uploader  # noqa: E402
 from glm53serve.engine.sampling import Sampling, nucleus, uniform  # noqa: E402
@@ -260,6 +262,32 @@ def test_experts_in_host_memory_decode_the_same_tokens() -> None:
     assert 0 < (tiers == 1).sum() < tiers.size and (all_there.layers.tiers() == 2).all()
     assert np.array_equal(logits_in_pieces(all_there, 0, ids, [20]), logits_in_pieces(some_left, 0, ids, [20]))
     assert greedy(all_there, 1, ids, 12) == greedy(some_left, 1, ids, 12)
+
+
+@pytest.mark.parametrize("slab", [256, 1 << 12, 1 << 20])
+def test_pinned_pieces_lie_apart_in_few_allocations(monkeypatch: pytest.MonkeyPatch, slab: int) -> None:
+    """Each allocation is a call of the driver: tens of thousands of experts must not take one for every array."""
+    monkeypatch.setattr(upload, "SLAB_BYTES", slab)
+    device = base().device
+    sizes = [1, 0, 255, 256, 257, 5000, 3, 4096]
+    made: list[HostBuffer] = []
+
+    class Counting:
+        def host(self, nbytes: int) -> HostBuffer:
+            made.append(device.host(nbytes))
+            return made[-1]
+
+    total = sum(upload.pinned_room(n) for n in sizes)
+    slabs = upload.PinnedSlabs(Counting(), total)  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 256, n, np.uint8) for n in sizes]
+    places = [int(slabs.put(a)) for a in arrays]
+    for place, array in zip(places, arrays, strict=True):
+        assert place % 256 == 0
+        assert bytes((ctypes.c_uint8 * len(array)).from_address(place)) == array.tobytes()
+        assert any(m.address <= place and place + len(array) <= m.address + len(m.bytes) for m in made)
+    assert len(set(places)) == len(places)
+    assert slabs.wanted == 0 and len(made) == {256: 8, 1 << 12: 4, 1 << 20: 1}[slab]
 
 
 def load_backend_with_budget(model, share: float, first: CudaBackend) -> CudaBackend:  # type: ignore[no-untyped-def]

@@ -19,10 +19,11 @@ from glm53serve.cuda.model import (
     MoeOnDevice,
     Site,
     head_width,
+    scale_floats,
     weight_bytes,
 )
 from glm53serve.cuda.packing import Packed, pack, pack_pair, shape_of
-from glm53serve.cuda.runtime import FORMAT_CODES, Buffer, Device, HostBuffer
+from glm53serve.cuda.runtime import FORMAT_CODES, Buffer, Device, HostBuffer, Pointer
 from glm53serve.model import quant
 from glm53serve.model.config import ModelConfig
 from glm53serve.model.weights import DsaWeights, ExpertSource, F32Array, FfnWeights, HyperConnection, KdaWeights, LayerWeights, Matrix, MatrixFormat, MoeWeights
@@ -46,6 +47,37 @@ def narrowest(values: F32Array) -> Matrix:
     if np.array_equal(quant.bf16_to_f32(bits), values):
         return Matrix("bf16", values.shape[0], values.shape[1], bits)
     return Matrix("f32", values.shape[0], values.shape[1], values)
+
+
+SLAB_BYTES = 256 << 20
+"""Pinned host memory is asked for in pieces of at most this size: each is a call of the driver, whatever its size."""
+
+
+@dataclass(slots=True)
+class PinnedSlabs:
+    """Places for small arrays in few pinned allocations. `wanted`: bytes still to come, so that the last slab is no larger than needed."""
+
+    device: Device
+    wanted: int
+    _slab: HostBuffer | None = None
+    _used: int = 0
+
+    def put(self, array: NDArray[np.generic]) -> Pointer:
+        """Copy an array to its place: its address, on a border of 256 bytes. Raises MemoryError."""
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        room = pinned_room(flat.nbytes)
+        if self._slab is None or self._used + room > len(self._slab.bytes):
+            self._slab, self._used = self.device.host(max(room, min(SLAB_BYTES, self.wanted))), 0
+        self._slab.bytes[self._used : self._used + flat.nbytes] = flat
+        place = self._slab.at(self._used)
+        self._used += room
+        self.wanted -= room
+        return place
+
+
+def pinned_room(nbytes: int) -> int:
+    """What an array of that many bytes takes of a slab."""
+    return max(256, -(-nbytes // 256) * 256)
 
 
 @dataclass(slots=True)
@@ -197,6 +229,7 @@ class Uploader:
         Raises ValueError for an expert in another format than its layer's first.
         """
         mixtures = [(layer.index, layer.ffn) for layer in layers if isinstance(layer.ffn, MoeOnDevice)]
+        slabs = PinnedSlabs(self.device, sum(int(np.count_nonzero(~moe.on_device)) * _pinned_expert(moe) for _, moe in mixtures))
         for index, moe in mixtures:
             table = np.zeros((self.config.n_routed_experts, 4), np.uint64)
             for e in range(self.config.n_routed_experts):
@@ -205,16 +238,9 @@ class Uploader:
                 shapes = zip(parts, (moe.gate_up, moe.down), strict=True)
                 if any(FORMAT_CODES[p.format] != m.format or p.data.nbytes != weight_bytes(m) for p, m in shapes):
                     raise ValueError(f"layer {index}: expert {e} is stored in another format than expert 0")
-                table[e] = [self._piece(a, bool(moe.on_device[e])).address for p in parts for a in (p.data, p.scale)]
+                pieces = [a for p in parts for a in (p.data, p.scale)]
+                table[e] = [self.vector(a).address if moe.on_device[e] else int(slabs.put(a)) for a in pieces]
             self.device.upload(moe.table.at(), table)
-
-    def _piece(self, array: NDArray[np.generic], here: bool) -> Buffer | HostBuffer:
-        if here:
-            return self.vector(array)
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        host = self.device.host(max(4, flat.nbytes))
-        host.bytes[: flat.nbytes] = flat
-        return host
 
     def layer(self, w: LayerWeights, experts: ExpertSource) -> DeviceLayer:
         """One layer, without its routed experts."""
@@ -264,6 +290,11 @@ def _shape(matrix: Matrix, pair: bool = False) -> DeviceMatrix:
     tiles, granules, _ = shape_of(matrix.format, matrix.rows, matrix.cols)
     tiles = -(-matrix.rows // 8) if pair else tiles
     return DeviceMatrix(FORMAT_CODES[matrix.format], matrix.rows, matrix.cols, tiles, granules, Buffer(0, 0), None)
+
+
+def _pinned_expert(moe: MoeOnDevice) -> int:
+    """Bytes of one expert in pinned memory: weights and scales of both its matrices."""
+    return sum(pinned_room(weight_bytes(m)) + pinned_room(4 * scale_floats(m)) for m in (moe.gate_up, moe.down))
 
 
 def expert_order(mixtures: int, experts: int, heat: NDArray[np.generic] | None) -> list[tuple[int, int]]:
