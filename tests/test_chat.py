@@ -56,7 +56,9 @@ class Terminal:
 
     def __init__(self, env: dict[str, str], *options: str) -> None:
         self._master, slave = pty.openpty()
-        begin = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+        # a person's shell leaves Ctrl-C at its default, whatever started these tests (nohup ... & ignores it)
+        begin = "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        begin += "os.execv(sys.argv[1], sys.argv[1:])"
         self._process = subprocess.Popen(
             [sys.executable, "-c", begin, *CHAT, *options],
             stdin=slave, stdout=slave, stderr=slave, env={**env, "TERM": "dumb"}, cwd=ROOT, start_new_session=True,
@@ -91,7 +93,9 @@ class Terminal:
 
     def exit_code(self) -> int:
         # what is still written must be read, or the chat cannot end
+        deadline = time.monotonic() + PATIENCE
         while self._process.poll() is None:
+            assert time.monotonic() < deadline, "the chat does not end"
             if select.select([self._master], [], [], 0.05)[0]:
                 try:
                     if not os.read(self._master, 65536):
