@@ -10,7 +10,7 @@ from llvmlite.ir import Value
 from numba import types
 from numba.extending import intrinsic
 
-from glm53serve.cpu.kernels.ir_build import function, i64, loop
+from glm53serve.cpu.kernels.ir_build import function, i64, loop, row_addresses
 from glm53serve.cpu.kernels.simd import F32, I64, VF, constant, fma, hsum, load, splat, store
 from glm53serve.cpu.kernels.target import LANES, VECTOR_BYTES
 
@@ -18,7 +18,7 @@ from glm53serve.cpu.kernels.target import LANES, VECTOR_BYTES
 def _scores(heads: int) -> Callable[..., None]:
     def body(b: ir.IRBuilder, q: Value, qs: Value, table: Value, groups: Value, out: Value, os: Value) -> None:
         rows = [load(b, b.add(table, i64(8 * j)), I64) for j in range(4)]
-        queries = [b.add(q, b.mul(qs, i64(h))) for h in range(heads)]
+        queries = row_addresses(b, q, qs, heads)
 
         def step(group: Value, sums: list[Value]) -> list[Value]:
             sums = list(sums)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from llvmlite import ir
 from llvmlite.ir import Value
@@ -70,3 +70,21 @@ def function(module: ir.Module, name: str, arguments: int, body: Callable[..., N
     body(b, *fn.args)
     b.ret_void()
     return fn
+
+
+def call_case(b: ir.IRBuilder, value: Value, cases: Mapping[int, ir.Function], args: Sequence[Value]) -> None:
+    """Call the function of the case that `value` is; none where there is no such case."""
+    end = b.append_basic_block("done")
+    switch = b.switch(value, end)
+    for number, fn in cases.items():
+        block = b.append_basic_block("case")
+        switch.add_case(i64(number), block)
+        b.position_at_end(block)
+        b.call(fn, args)
+        b.branch(end)
+    b.position_at_end(end)
+
+
+def row_addresses(b: ir.IRBuilder, first: Value, stride: Value, count: int) -> list[Value]:
+    """Addresses of `count` rows."""
+    return [b.add(first, b.mul(stride, i64(n))) for n in range(count)]

@@ -17,7 +17,7 @@ from llvmlite.ir import Value
 from numba import types
 from numba.extending import intrinsic
 
-from glm53serve.cpu.kernels.ir_build import BF16, F32_, FP8, GROUP_BYTES, INT4, INT8, fetch_next, function, i64, loop
+from glm53serve.cpu.kernels.ir_build import BF16, F32_, FP8, GROUP_BYTES, INT4, INT8, call_case, fetch_next, function, i64, loop, row_addresses
 from glm53serve.cpu.kernels.simd import F32, I8, I16, VF, VI, constant, fma, hsum, load, splat, store
 from glm53serve.cpu.kernels.simd import call as call_intrinsic
 from glm53serve.cpu.kernels.target import LANES
@@ -66,9 +66,7 @@ def _float_tile(kind: int, rows: int, width: int) -> Callable[..., None]:
     def body(
         b: ir.IRBuilder, w: Value, ws: Value, s: Value, ss: Value, x: Value, xs: Value, first: Value, count: Value, old: Value, new: Value, y: Value, ys: Value
     ) -> None:
-        w_rows = [b.add(w, b.mul(ws, i64(n))) for n in range(width)]
-        x_rows = [b.add(x, b.mul(xs, i64(m))) for m in range(rows)]
-        s_rows = [b.add(s, b.mul(ss, i64(n))) for n in range(width)]
+        w_rows, x_rows, s_rows = row_addresses(b, w, ws, width), row_addresses(b, x, xs, rows), row_addresses(b, s, ss, width)
         slots = [i64(4 * LANES * k) for k in range(rows * width)]
 
         def group_scales(group: Value) -> list[Value | None]:
@@ -135,17 +133,12 @@ def _either(b: ir.IRBuilder, condition: Value, there: Callable[[], list[Value]],
 
 def _float_dispatch(b: ir.IRBuilder, kind: Value, rows: Value, wide: Value, args: list[Value]) -> None:
     """Call the tile of that kind, M = rows, N = its full width when `wide` is 1, else 1 (and M = 1)."""
-    end = b.append_basic_block("done")
-    switch = b.switch(b.add(b.mul(kind, i64(16)), b.add(b.mul(rows, i64(2)), wide)), end)
-    for k in range(5):
-        for m, n, wide_case in (*((m, n, 1) for m, n in FLOAT_TILES), (1, 1, 0)):
-            fn = function(b.module, f"tile_{k}_{m}_{wide_case}", len(args), _float_tile(k, m, n))
-            block = b.append_basic_block("case")
-            switch.add_case(i64(k * 16 + m * 2 + wide_case), block)
-            b.position_at_end(block)
-            b.call(fn, args)
-            b.branch(end)
-    b.position_at_end(end)
+    cases = {
+        k * 16 + m * 2 + wide_case: function(b.module, f"tile_{k}_{m}_{wide_case}", len(args), _float_tile(k, m, n))
+        for k in range(5)
+        for m, n, wide_case in (*((m, n, 1) for m, n in FLOAT_TILES), (1, 1, 0))
+    }
+    call_case(b, b.add(b.mul(kind, i64(16)), b.add(b.mul(rows, i64(2)), wide)), cases, args)
 
 
 @intrinsic

@@ -17,7 +17,7 @@ from llvmlite.ir import Value
 from numba import types
 from numba.extending import intrinsic
 
-from glm53serve.cpu.kernels.ir_build import V8I, V16F, V16I, V32B, V64B, fetch_next, function, i64, loop
+from glm53serve.cpu.kernels.ir_build import V8I, V16F, V16I, V32B, V64B, call_case, fetch_next, function, i64, loop, row_addresses
 from glm53serve.cpu.kernels.simd import F32, I8, I16, I32, constant, fma, load, shuffle, splat, store
 from glm53serve.cpu.kernels.simd import call as call_intrinsic
 from glm53serve.cpu.kernels.target import HAS_AVX2, HAS_VNNI, LANES
@@ -89,9 +89,7 @@ def _rows_tile(rows: int, width: int) -> Callable[..., None]:
     def body(
         b: ir.IRBuilder, w: Value, ws: Value, s: Value, ss: Value, x: Value, xs: Value, q: Value, o: Value, qs: Value, groups: Value, y: Value, ys: Value
     ) -> None:
-        w_rows = [b.add(w, b.mul(ws, i64(n))) for n in range(width)]
-        s_rows = [b.add(s, b.mul(ss, i64(n))) for n in range(width)]
-        x_rows = [b.add(x, b.mul(xs, i64(m))) for m in range(rows)]
+        w_rows, s_rows, x_rows = row_addresses(b, w, ws, width), row_addresses(b, s, ss, width), row_addresses(b, x, xs, rows)
         q_rows = [b.mul(qs, i64(m)) for m in range(rows)]
 
         def step(group: Value, totals: list[Value]) -> list[Value]:
@@ -142,16 +140,9 @@ def rows_tile(typing, rows, wide, w, ws, s, ss, x, xs, q, o, qs, groups, y, ys):
     stride, x, its row stride, scales of x, offsets of x, their row stride, groups, y, its row stride; strides in bytes."""
 
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        end = b.append_basic_block("done")
-        switch = b.switch(b.add(b.mul(args[0], i64(2)), args[1]), end)
-        for m, width in (*((m, 8) for m in ROWS_TILES), (1, 1)):
-            fn = function(b.module, f"rows_{m}_{width}", 12, _rows_tile(m, width))
-            block = b.append_basic_block("case")
-            switch.add_case(i64(m * 2 + (width > 1)), block)
-            b.position_at_end(block)
-            b.call(fn, list(args[2:]))
-            b.branch(end)
-        b.position_at_end(end)
+        shapes = (*((m, 8) for m in ROWS_TILES), (1, 1))
+        cases = {m * 2 + (width > 1): function(b.module, f"rows_{m}_{width}", 12, _rows_tile(m, width)) for m, width in shapes}
+        call_case(b, b.add(b.mul(args[0], i64(2)), args[1]), cases, list(args[2:]))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 14), codegen
@@ -176,7 +167,7 @@ def _transpose(b: ir.IRBuilder, rows: list[Value]) -> list[Value]:
 
 def _pack_panel(b: ir.IRBuilder, w: Value, ws: Value, s: Value, ss: Value, groups: Value, out: Value, scales: Value) -> None:
     """16 rows of W to nibble bytes [groups, 16 fours of columns, 16 rows, 4] and scales [groups, 16]."""
-    w_rows = [b.add(w, b.mul(ws, i64(n))) for n in range(PANEL)]
+    w_rows = row_addresses(b, w, ws, PANEL)
 
     def step(group: Value, nothing: list[Value]) -> list[Value]:
         words = []
@@ -209,7 +200,7 @@ def _panel_tile(rows: int) -> Callable[..., None]:
     """M rows of x times a packed panel."""
 
     def body(b: ir.IRBuilder, p: Value, s: Value, x: Value, xs: Value, q: Value, o: Value, qs: Value, groups: Value, y: Value, ys: Value) -> None:
-        x_rows = [b.add(x, b.mul(xs, i64(m))) for m in range(rows)]
+        x_rows = row_addresses(b, x, xs, rows)
         q_rows = [b.mul(qs, i64(m)) for m in range(rows)]
 
         def step(group: Value, totals: list[Value]) -> list[Value]:
@@ -275,16 +266,7 @@ def panel_tile(typing, rows, p, s, x, xs, q, o, qs, groups, y, ys):
     stride, groups, y, its row stride; strides in bytes."""
 
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        end = b.append_basic_block("done")
-        switch = b.switch(args[0], end)
-        for m in PANEL_TILES:
-            fn = function(b.module, f"panel_{m}", 10, _panel_tile(m))
-            block = b.append_basic_block("case")
-            switch.add_case(i64(m), block)
-            b.position_at_end(block)
-            b.call(fn, list(args[1:]))
-            b.branch(end)
-        b.position_at_end(end)
+        call_case(b, args[0], {m: function(b.module, f"panel_{m}", 10, _panel_tile(m)) for m in PANEL_TILES}, list(args[1:]))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 11), codegen
