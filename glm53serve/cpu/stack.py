@@ -166,7 +166,7 @@ class CompiledStack:
             if number and halt():
                 raise Halted(layer.index)
             start = time.perf_counter()
-            self._foresee(layer, programs, groups[0])
+            self._foresee(layer, programs, groups)
             self._each_group(programs.attend, groups, layer.index, halt)
             middle = time.perf_counter()
             self.meter.attention += middle - start
@@ -181,12 +181,14 @@ class CompiledStack:
         streams[:] = self._chunk.streams[:count, :, :hidden]
         return streams
 
-    def _foresee(self, layer: _Layer, programs: _Programs, group: Group) -> None:
+    def _foresee(self, layer: _Layer, programs: _Programs, groups: list[Group]) -> None:
         """Have the experts read that the layer will probably want and that are not in memory, while its attention computes. Attention moves
         the streams little, so the router's choice is mostly what it will be; the first row group speaks for the chunk."""
         if programs.foresee is None or layer.resident is not None or self.supply.resident(layer.index).all():
             return
-        self._group.describe(group, self.slots)
+        group = groups[0]
+        if len(groups) > 1:
+            self._group.describe(group, self.slots)
         self._go(programs.foresee, group.count, layer.index)
         rows = slice(group.first, group.first + group.count)
         likely = np.bincount(self._chunk.chosen[rows].ravel(), self._chunk.weights[rows].ravel(), self.config.n_routed_experts)
