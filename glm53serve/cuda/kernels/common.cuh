@@ -16,11 +16,6 @@ struct alignas(16) F4 { float x, y, z, w; };
 #define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) char dynamic_shared_bytes[]; type* name = (type*)dynamic_shared_bytes
 #define BARRIER(id, threads) asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory")
 
-__device__ __forceinline__ U4 stream16(const U4* p) {  // read once: past L1, first out of L2
-    U4 v;
-    asm("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
 // Dependent launch: a kernel may start while the one before it still runs; what that one wrote is there after WAIT_BEFORE, which every kernel
 // passes before it reads or writes anything but weights.
 #define WAIT_BEFORE() do { asm volatile("griddepcontrol.wait;" ::: "memory"); asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); } while (0)
@@ -40,7 +35,6 @@ __device__ __forceinline__ void mma_first(float* c, const u32* a, u32 b0, u32 b1
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
                  : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
-__device__ __forceinline__ void ask_into_l2(const void* p, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes)); }
 __device__ __forceinline__ void load_matrices(u32* r, const u16* row) {  // four 8x8 matrices; lane l gives row l % 8 of matrix l / 8
     u32 at = (u32)__cvta_generic_to_shared(row);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));

@@ -174,7 +174,6 @@ struct alignas(8) U2 { unsigned x, y; };
 struct alignas(16) F4 { float x, y, z, w; };
 #define WAIT_BEFORE()
 #define LET_NEXT_START()
-static inline U4 stream16(const U4* p) { return *p; }
 static inline unsigned long long clock_ns() { static unsigned long long t = 0; return t += 32; }
 static inline unsigned round_bf16(float v) {
     unsigned u = __float_as_uint(v);
@@ -203,7 +202,6 @@ static inline void mma_first(float* c, const unsigned* a, unsigned b0, unsigned 
     for (int i = 0; i < 4; ++i) c[i] = 0.0f;
     mma(c, a, b0, b1);
 }
-static inline void ask_into_l2(const void*, unsigned) {}
 template <int TOKENS> static inline void warpgroup_mma_any(float (*c)[4], const unsigned* a, const unsigned short* tile, int step) {
     Warp& w = *self->warp;
     const int side = w.turn & 1, g = self->lane >> 2, t = self->lane & 3;
