@@ -8,8 +8,10 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm53serve.commands.chat import Chat, Screen, Thoughts
-from glm53serve.commands.daemon_client import DaemonClient, Outcome
+from glm53serve.commands.daemon_client import GRACE_SECONDS, DaemonClient, Outcome
 from glm53serve.model.synth import synth
 from harness.engine_process import child_environment
 
@@ -68,9 +70,15 @@ class Terminal:
 
     def wait_for(self, pattern: str) -> str:
         """Read until the pattern shows in what was not yet waited for; returns everything up to its end."""
-        deadline = time.monotonic() + PATIENCE
+        text = self._shown(pattern, PATIENCE)
+        assert text is not None, f"{pattern!r} did not come; the screen ends {self.seen[-300:]!r}"
+        return text
+
+    def _shown(self, pattern: str, seconds: float) -> str | None:
+        deadline = time.monotonic() + seconds
         while not (found := re.search(pattern, self.seen, re.S)):
-            assert time.monotonic() < deadline, f"{pattern!r} did not come; the screen ends {self.seen[-300:]!r}"
+            if time.monotonic() > deadline:
+                return None
             if select.select([self._master], [], [], 0.1)[0]:
                 self.seen += self._read()
         text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
@@ -86,6 +94,14 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
+
+    def interrupt_prompt(self) -> None:
+        """Ctrl-C at the prompt, and again when nothing happens: between showing the prompt and waiting for keys the interpreter overlooks one."""
+        deadline = time.monotonic() + PATIENCE
+        self.type("\x03")
+        while self._shown("\n", 5.0) is None:
+            assert time.monotonic() < deadline, "Ctrl-C at the prompt does nothing"
+            self.type("\x03")
 
     def children(self) -> list[int]:
         """Process ids of the chat's children (the daemon)."""
@@ -228,7 +244,7 @@ def test_ctrl_c_cancels_an_answer_and_the_chat_goes_on(usage: dict[str, str], te
         chat.type("\x03")
         assert "ended" not in chat.wait_for(r"\(cancelled[^)]*\).*> $")
         assert chat.children() == daemon, "the daemon was replaced or died"
-    chat.type("\x03")
+    chat.interrupt_prompt()
     assert chat.exit_code() == 0
     assert not psutil.pid_exists(daemon[0]), "the daemon outlives the chat"
 
@@ -242,6 +258,22 @@ def test_a_daemon_that_dies_ends_the_chat_with_one_line(usage: dict[str, str], t
     os.kill(chat.children()[0], 9)
     chat.wait_for("glm53serve: the daemon ended with exit code -9\r\n")
     assert chat.exit_code() == 1
+
+
+def test_ctrl_c_while_a_stuck_daemon_is_waited_for_ends_it_at_once() -> None:
+    client = DaemonClient.__new__(DaemonClient)
+    client._process = stuck = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    impatient = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    impatient.start()
+    try:
+        began = time.monotonic()
+        client.close()
+        assert time.monotonic() - began < GRACE_SECONDS
+        assert stuck.poll() == -9
+    finally:
+        impatient.cancel()
+        signal.signal(signal.SIGINT, before)
 
 
 @given(st.sampled_from(["<think>a<b</think>c</think>d", "a<think>b", " <think>x</think>\ny", "<thin", "x</think>y<think>", "", "</thi"]), st.data())

@@ -74,14 +74,14 @@ class DaemonClient:
             self._send(b"CANCEL %d\n" % id_)
 
     def close(self, at_once: bool = False) -> None:
-        """End the daemon: by the end of its input, or `at_once` by SIGTERM; by force when it does not go."""
+        """End the daemon: by the end of its input, or `at_once` by SIGTERM; by force when it does not go, or when Ctrl-C says so."""
         if at_once:
             self._process.terminate()
         with contextlib.suppress(OSError):
             self._in.close()
         try:
             self._process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
             self._process.kill()
             self._process.wait()
         self._out.close()
