@@ -386,6 +386,7 @@ template <int NT> __device__ __forceinline__ void gemv_block(const Jobs& jobs) {
     }
     __syncthreads();
     prime(groups, near_first);
+    for (; primed < RING_STEPS; ++primed) copies_commit();  // what is waited for is all but the last groups: a full ring of them also behind fewer steps
     Walk walk;
     walk.begin(jobs);
     u32 place = 0;

@@ -1,5 +1,8 @@
 // Routing (model spec 6) and the lists the grouped products read. Nothing about routing ever reaches the host.
 
+// What an expert is chosen by. A NaN counts as the least there is, above NEG_INF (out of the choice): also a row without numbers gets experts that exist.
+__device__ __forceinline__ float choosable(float score) { return fmaxf(score, -3.0e38f); }
+
 // Experts of a row, ascending, and their weights, by one warp. score [E] the router's sigmoids, biased [E] with the bias added (overwritten), group_score
 // [groups]: shared memory. Lane i < top_k returns expert number i and its weight.
 struct Choice { int expert; float weight; };
@@ -69,7 +72,7 @@ KERNEL route(const float* logits, int ld, const float* bias, int E, int top_k, i
     for (int e = lane; e < E; e += 256) {
         const float s = sigmoid(logits[(long)row * ld + e]);
         score[e] = s;
-        biased[e] = s + bias[e];
+        biased[e] = choosable(s + bias[e]);
     }
     __syncthreads();
     if (lane >= 32) return;
@@ -104,7 +107,7 @@ KERNEL __launch_bounds__(512) route_few(const float* logits, int ld, const float
             for (int e = lane; e < E; e += 32) {
                 const float s = sigmoid(logits[(long)row * ld + e]);
                 score[e] = s;
-                biased[e] += s;
+                biased[e] = choosable(biased[e] + s);
             }
             __syncwarp();
             chosen = choose_experts(score, biased, group_score, E, top_k, groups, kept_groups, normalise, scaling);

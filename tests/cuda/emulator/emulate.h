@@ -1,5 +1,7 @@
 // Runs CUDA kernels of this project on a CPU: a fiber for each thread of a block, blocks one after the other.
 // Included before common.cuh with GLM_EMULATE defined. Only what the kernels use is here.
+// Asynchronous copies land as late as they may, when a wait asks for them, or (`copies_late` = 0) as early as they may, when they are made: a kernel is right
+// when both give the same. Dynamic shared memory is full of NaNs when a block begins.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -17,7 +19,9 @@
 
 struct Index3 { unsigned x, y, z; };
 struct Warp { int alive, arrived; unsigned turn; uint64_t word[2][32]; float a[2][16][16], b[2][8][16]; const void* address[2][32]; };
-struct Fiber { void* stack_pointer; char* stack; Index3 thread; int lane; Warp* warp; bool done; };
+struct Copy { void* to; const void* from; unsigned bytes, group; };  // from null: zeros
+struct Copies { Copy* made; int count, room, landed; unsigned group; };  // of a thread: those made since all had landed, the group that is not committed yet
+struct Fiber { void* stack_pointer; char* stack; Index3 thread; int lane; Warp* warp; bool done; Copies copies; };
 struct Gate { int arrived; unsigned turn; };
 
 static Fiber fibers[1024];
@@ -31,6 +35,8 @@ static char dynamic_shared_memory[1 << 18] __attribute__((aligned(1024)));
 static void (*current_kernel)(void**);
 static void** current_parameters;
 static unsigned conditionals[16];
+static int copies_late;
+static int bulk_copies_left();
 #define threadIdx (self->thread)
 #define DYNAMIC_SHARED(type, name) type* name = (type*)dynamic_shared_memory
 
@@ -78,17 +84,22 @@ static void warp_wait() {
 static void fiber_main() {
     current_kernel(current_parameters);
     Fiber* me = self;
+    if (me->copies.landed < me->copies.count) { fprintf(stderr, "emulator: a thread ends with copies under way\n"); abort(); }
     me->done = true;
     --fibers_alive;
     if (--me->warp->alive > 0 && me->warp->arrived == me->warp->alive) { me->warp->arrived = 0; ++me->warp->turn; }
-    if (fibers_alive == 0) switch_stack(&me->stack_pointer, scheduler_stack);
+    if (fibers_alive == 0) {
+        if (bulk_copies_left()) { fprintf(stderr, "emulator: a block ends with bulk copies under way\n"); abort(); }
+        switch_stack(&me->stack_pointer, scheduler_stack);
+    }
     if (gates[0].arrived == fibers_alive) { gates[0].arrived = 0; ++gates[0].turn; }
     next_fiber();
 }
-extern "C" void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy, unsigned gz, unsigned threads, void** parameters) {
+extern "C" void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy, unsigned gz, unsigned threads, unsigned shared, int late, void** parameters) {
     const size_t size = 128 << 10;
     gridDim = {gx, gy, gz};
     blockDim = {threads, 1, 1};
+    copies_late = late;
     current_kernel = kernel;
     current_parameters = parameters;
     fiber_count = (int)threads;
@@ -97,6 +108,7 @@ extern "C" void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy,
             for (unsigned x = 0; x < gx; ++x) {
                 blockIdx = {x, y, z};
                 memset(gates, 0, sizeof gates);
+                memset(dynamic_shared_memory, 0xff, shared);
                 fibers_alive = (int)threads;
                 for (unsigned i = 0; i < threads; ++i) {
                     Fiber& f = fibers[i];
@@ -105,6 +117,8 @@ extern "C" void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy,
                     f.lane = i & 31;
                     f.warp = &warps[i >> 5];
                     f.done = false;
+                    f.copies.count = f.copies.landed = 0;
+                    f.copies.group = 0;
                     if (f.lane == 0) { f.warp->alive = 0; f.warp->arrived = 0; f.warp->turn = 0; }
                     ++f.warp->alive;
                     uintptr_t top = ((uintptr_t)f.stack + size) & ~(uintptr_t)15;
@@ -265,21 +279,34 @@ static inline void gather_matrices(unsigned* r, const unsigned short* row, bool 
 }
 static inline void load_matrices(unsigned* r, const unsigned short* row) { gather_matrices(r, row, false); }
 static inline void load_matrices_transposed(unsigned* r, const unsigned short* row) { gather_matrices(r, row, true); }
-static inline void copy16_async(void* to, const void* from, bool there) {
-    if (there) memcpy(to, from, 16);
-    else memset(to, 0, 16);
+static void land(const Copy& c) {
+    if (c.from) memcpy(c.to, c.from, c.bytes);
+    else memset(c.to, 0, c.bytes);
 }
+static void copy_later(void* to, const void* from, unsigned bytes) {
+    if (((uintptr_t)to | (uintptr_t)from) & (bytes - 1)) { fprintf(stderr, "emulator: a copy from or to an odd place\n"); abort(); }
+    Copies& q = self->copies;
+    if (!copies_late) { land({to, from, bytes, 0}); return; }
+    if (q.count == q.room) q.made = (Copy*)realloc(q.made, sizeof(Copy) * (q.room = 2 * q.room + 64));
+    q.made[q.count++] = {to, from, bytes, q.group};
+}
+static void copies_wait_for(unsigned left) {  // all groups but the last `left`; what is not committed is not waited for
+    Copies& q = self->copies;
+    while (q.landed < q.count && q.made[q.landed].group + left < q.group) land(q.made[q.landed++]);
+    if (q.landed == q.count) q.landed = q.count = 0;
+}
+static inline void copy16_async(void* to, const void* from, bool there) { copy_later(to, there ? from : nullptr, 16); }
 typedef char* SharedAt;
 static inline SharedAt shared_at(const void* p) { return (char*)p; }
-static inline void copy16_at(SharedAt to, const void* from) { memcpy(to, from, 16); }
-static inline void copy8_at(SharedAt to, const void* from) { memcpy(to, from, 8); }
+static inline void copy16_at(SharedAt to, const void* from) { copy_later(to, from, 16); }
+static inline void copy8_at(SharedAt to, const void* from) { copy_later(to, from, 8); }
 static inline U4 load16_at(SharedAt at) { return *(const U4*)at; }
 static inline U2 load8_at(SharedAt at) { return *(const U2*)at; }
-static inline void copies_commit() {}
-template <int LEFT> static inline void copies_wait() {}
+static inline void copies_commit() { ++self->copies.group; }
+template <int LEFT> static inline void copies_wait() { copies_wait_for(LEFT); }
 template <int COUNT> static inline void fewer_registers() {}
 template <int COUNT> static inline void more_registers() {}
-// A barrier in shared memory: arrivals and bytes still missing in this phase. Copies are done when they are made.
+// A barrier in shared memory: arrivals and bytes still missing in this phase.
 struct alignas(64) TensorMap { unsigned long long address; long long row_bytes, rows, box_rows; unsigned long long rest[12]; };
 struct Barrier { unsigned char parity, arrivals; short missing; int bytes; };
 static inline Barrier& barrier_at(unsigned long long* at) { return *(Barrier*)at; }
@@ -297,26 +324,48 @@ static inline void barrier_arrive(unsigned long long* at) {
     barrier_step(b);
 }
 static inline void barrier_expect(unsigned long long* at, unsigned bytes) { barrier_at(at).bytes += bytes; barrier_arrive(at); }
-static inline void barrier_wait(unsigned long long* at, unsigned parity) { while (barrier_at(at).parity == parity) next_fiber(); }
+// Copies of the copy engine on their way to a barrier, of this block; `map`: a tile, else `bytes` from `from`.
+struct BulkCopy { char* to; const char* from; unsigned bytes; const TensorMap* map; int column, row; unsigned long long* at; };
+static BulkCopy bulk_copies[1024];
+static int bulk_count;
+static int bulk_copies_left() { return bulk_count; }
+static void land(const BulkCopy& c) {
+    if (!c.map) memcpy(c.to, c.from, c.bytes);
+    else
+        for (int r = 0; r < c.map->box_rows; ++r)
+            for (int piece = 0; piece < 8; ++piece) {
+                char* into = c.to + 128 * r + 16 * (piece ^ (r & 7));
+                const long long from = 2ll * c.column + 16 * piece;
+                if (c.row + r < c.map->rows && from < c.map->row_bytes) memcpy(into, (const char*)c.map->address + (c.row + r) * c.map->row_bytes + from, 16);
+                else memset(into, 0, 16);
+            }
+    Barrier& b = barrier_at(c.at);
+    b.bytes -= (int)c.bytes;
+    barrier_step(b);
+}
+static void bulk_copy_later(const BulkCopy& c) {
+    if (!copies_late) { land(c); return; }
+    if (bulk_count == 1024) { fprintf(stderr, "emulator: too many bulk copies under way\n"); abort(); }
+    bulk_copies[bulk_count++] = c;
+}
+static inline void barrier_wait(unsigned long long* at, unsigned parity) {
+    while (barrier_at(at).parity == parity) {
+        int left = 0;
+        for (int i = 0, count = bulk_count; i < count; ++i) {
+            if (bulk_copies[i].at == at) land(bulk_copies[i]);
+            else bulk_copies[left++] = bulk_copies[i];
+        }
+        bulk_count = left;
+        if (barrier_at(at).parity == parity) next_fiber();
+    }
+}
 static inline void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* at) {
     if (((uintptr_t)to | (uintptr_t)from | bytes) & 15) { fprintf(stderr, "emulator: a bulk copy moves multiples of 16 bytes\n"); abort(); }
-    memcpy(to, from, bytes);
-    Barrier& b = barrier_at(at);
-    b.bytes -= bytes;
-    barrier_step(b);
+    bulk_copy_later({(char*)to, (const char*)from, bytes, nullptr, 0, 0, at});
 }
 static inline void tile_copy(void* to, const TensorMap* map, int column, int row, unsigned long long* at) {
     if ((uintptr_t)to & 1023) { fprintf(stderr, "emulator: a swizzled tile must start at 1,024 bytes\n"); abort(); }
-    for (int r = 0; r < map->box_rows; ++r)
-        for (int piece = 0; piece < 8; ++piece) {
-            char* into = (char*)to + 128 * r + 16 * (piece ^ (r & 7));
-            const long long from = 2ll * column + 16 * piece;
-            if (row + r < map->rows && from < map->row_bytes) memcpy(into, (const char*)map->address + (row + r) * map->row_bytes + from, 16);
-            else memset(into, 0, 16);
-        }
-    Barrier& b = barrier_at(at);
-    b.bytes -= (int)(128 * map->box_rows);
-    barrier_step(b);
+    bulk_copy_later({(char*)to, nullptr, (unsigned)(128 * map->box_rows), map, column, row, at});
 }
 template <int I> static inline unsigned int4_pair(unsigned word) {
     return pack_bf16((float)((int)(word >> (4 * I) & 15) - 8), (float)((int)(word >> (4 * I + 16) & 15) - 8));

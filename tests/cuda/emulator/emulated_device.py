@@ -74,13 +74,13 @@ class EmulatedFence:
 
 
 class EmulatedDevice:
-    """A `Device` whose memory is host memory. `crossed` counts the bytes of uploads and downloads."""
+    """A `Device` whose memory is host memory. `crossed` counts the bytes of uploads and downloads; `copies_late`: see emulate.h."""
 
     name = "emulated"
 
     def __init__(self, defines: Mapping[str, int], memory: int = 1 << 40) -> None:
         self._library = ctypes.CDLL(str(build(defines)))
-        self._library.emulate_launch.argtypes = [ctypes.c_void_p] + [ctypes.c_uint] * 4 + [ctypes.c_void_p]
+        self._library.emulate_launch.argtypes = [ctypes.c_void_p] + [ctypes.c_uint] * 5 + [ctypes.c_int, ctypes.c_void_p]
         self._library.emulate_launch.restype = None
         self._kernels: dict[str, int] = {}
         self._memory: list[NDArray[np.uint8]] = []
@@ -88,6 +88,7 @@ class EmulatedDevice:
         self.launches: dict[str, int] = {}
         self.left = memory
         self.crossed = 0
+        self.copies_late = True
         self.after_launch: Callable[[str], None] = lambda _kernel: None
 
     def alloc(self, nbytes: int) -> Buffer:
@@ -140,7 +141,7 @@ class EmulatedDevice:
         def call() -> None:
             assert keep
             self.launches[kernel] = self.launches.get(kernel, 0) + 1
-            self._library.emulate_launch(self._kernels[kernel], x, y, z, threads, ctypes.cast(array, ctypes.c_void_p))
+            self._library.emulate_launch(self._kernels[kernel], x, y, z, threads, shared, int(self.copies_late), ctypes.cast(array, ctypes.c_void_p))
             self.after_launch(kernel)
 
         self._do(call)
