@@ -38,6 +38,7 @@ class EngineStepDevice:
         self._ring: list[list[Record]] = []
         self._cancelled: set[tuple[int, int]] = set()
         self._last: dict[int, np.ndarray] = {}
+        self._logits: dict[int, np.ndarray] = {}
 
     def upload(self, bucket: int, rows: Sequence[tuple[RowPlan, int]]) -> None:
         assert self._queued == 0 and len(rows) <= bucket
@@ -65,6 +66,10 @@ class EngineStepDevice:
     def stop_loop(self) -> None:
         return
 
+    def logits(self, row: int) -> np.ndarray:
+        assert self._queued == 0
+        return self._logits[row]
+
     def last_logits(self, slot: int) -> np.ndarray | None:
         return self._last.pop(slot, None)
 
@@ -78,6 +83,7 @@ class EngineStepDevice:
             logits = self._engine.head.logits(self._engine.run_layers(streams, batch, never))
             for row, line in zip(live, logits, strict=True):
                 records[id(row)] = self._commit(row, line)
+                self._logits[self._rows.index(row)] = line.copy()
         self._ring.append([records[id(row)] for row in self._rows])
 
     def _commit(self, row: _Row, logits: np.ndarray) -> Record:

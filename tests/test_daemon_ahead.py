@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from glm53serve.engine.decode_loop import DecodeLoop
-from tests.served import CHUNK, Fresh, Served, load_tiny, same, tiny_model
+from tests.served import CHUNK, Fresh, Served, at_ask, load_tiny, same, tiny_model
 from tests.step_device import EngineStepDevice
 
 PROMPTS = [b"one two", b"three", b"4 5 6", b"seven eight nine", b"t"]
@@ -78,4 +78,36 @@ def test_a_long_prompt_leaves_a_step_to_the_others_after_every_chunk(model: Path
     between = sum(second.accept.at < frame.at < second.tokens[0].at for frame in first.tokens)
     assert between >= 10, f"{between} tokens during 12 chunks"
     assert first.text == b"".join(text for text, _ in fresh.answer(PROMPTS[0], 60))
+    assert served.close() == 0
+
+
+@pytest.mark.parametrize("how", ["CANCEL", "STOP"])
+def test_an_end_does_not_wait_for_another_prompts_chunk(how: str, model: Path, fresh: Fresh, tmp_path: Path) -> None:
+    served, _ = start(model, tmp_path / "usage")
+    first = served.submit(PROMPTS[0], 0, max_tokens=240, logprobs=0)
+    served.wait_until(lambda: len(first.tokens) >= 2)
+    ended_inside: list[bool] = []
+
+    def end() -> None:
+        (served.cancel if how == "CANCEL" else served.stop)(first)
+        with served._changed:
+            ended_inside.append(served._changed.wait_for(lambda: first.ended, 5))
+
+    with at_ask(served, 3, end):
+        second = served.wait(served.submit(PROMPTS[3] * 3, 1, max_tokens=6))
+    assert ended_inside == [True]
+    assert same(served.said(second), fresh.answer(PROMPTS[3] * 3, 6))
+    assert first.outcome == ("CANCELLED" if how == "CANCEL" else "DONE") and first.accept is not None
+    answer, sent = fresh.answer(PROMPTS[0], 240), len(first.tokens)
+    assert [frame.payload for frame in first.tokens] == [text for text, _ in answer[:sent]]
+    # the slot holds what was sent, and the logits by which the answer would have gone on
+    slot = served.loaded.engine.slots[0]
+    assert slot.filled == len(slot.history) == first.accept.prompt_tokens + sent
+    assert slot.resumable and slot.logits is not None
+    assert served.loaded.tokenizer.text(int(slot.logits.argmax())) == answer[sent][0]
+    if how == "CANCEL":
+        assert f"CANCEL {first.id} {first.accept.prompt_tokens} {sent} {slot.filled}" in served.log
+    for index in (0, 1):
+        turn = served.wait(served.submit(PROMPTS[2], index, max_tokens=6, logprobs=0))
+        assert turn.text == b"".join(text for text, _ in fresh.answer(PROMPTS[2], 6))
     assert served.close() == 0

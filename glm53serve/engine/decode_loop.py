@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from glm53serve.engine.launch_ahead import DepthControl, LaunchRefused, Lease, Shape, Situation, consume, lease
 from glm53serve.engine.ranks import RankMismatch, agree
 from glm53serve.engine.step_device import End, Record, RowPlan, StepDevice
@@ -99,6 +102,17 @@ class DecodeLoop:
         for index, row in enumerate(self._running):
             if row.plan.slot == slot:
                 self.device.cancel(index, row.generation)
+
+    def drop(self, slot: int) -> None:
+        """Forget a slot's row while nothing is outstanding: no Commit of it comes, and the slot is free at once."""
+        if self.outstanding:
+            raise RuntimeError(f"slot {slot}: a row cannot be dropped with {self.outstanding} steps outstanding")
+        self._rows = [row for row in self._rows if row.plan.slot != slot]
+        self._arriving = [row for row in self._arriving if row.plan.slot != slot]
+
+    def logits(self, slot: int) -> NDArray[np.float32]:
+        """Logits [V] after the last committed position of a slot's live row, while nothing is outstanding."""
+        return self.device.logits(next(index for index, row in enumerate(self._running) if row.plan.slot == slot))
 
     # -- a turn
 

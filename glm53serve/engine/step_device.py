@@ -89,6 +89,10 @@ class StepDevice(Protocol):
         """End a running device loop at its next step border; a no-op for plain steps."""
         ...
 
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Logits [V] of a row of the last step, as long as no later one is launched."""
+        ...
+
     def last_logits(self, slot: int) -> NDArray[np.float32] | None:
         """Logits [V] after the last position a parked row of this slot was fed, kept when it was parked; None when they were not kept."""
         ...

@@ -2,6 +2,9 @@
 
 A row's turn is `busy` from its first fed token to the step after which nothing launched can touch its slot any more; only then does it
 end. What the device committed before a row was parked is sent, so a slot's history is always what was sent.
+
+While something else has the engine for a while (a prompt's chunk), rows rest: nothing is outstanding, the last token is not sent yet, so the
+turn is as one between two steps and may end at once.
 """
 
 from __future__ import annotations
@@ -26,13 +29,14 @@ class _Row:
     """A turn in the loop: the token that is being fed, and how the turn will end once its slot is released.
 
     `last` is the token of a turn that has reached its limit. It is sent with the end, so that a cancel that comes before finds a history
-    of what was sent.
+    of what was sent. `resting`: nothing of it is outstanding and `fed` will be sent when it goes on.
     """
 
     turn: Turn
     fed: int
     end: End = End.STOPPED
     last: int | None = None
+    resting: bool = False
 
 
 @dataclass(slots=True)
@@ -46,34 +50,41 @@ class Ahead:
 
     def places(self, turns: list[Turn]) -> list[Turn]:
         """Those of the turns that the device decodes: the ones it has, and as many others as its largest bucket still takes."""
-        assert self.engine.ahead is not None
-        room = max(0, self.engine.ahead.device.buckets[-1] - len(self._rows))
+        loop = self.engine.ahead
+        assert loop is not None
+        for slot in [slot for slot, row in self._rows.items() if not row.turn.live]:
+            self._forget(loop, slot)
+        room = max(0, loop.device.buckets[-1] - len(self._rows))
         others = [turn for turn in turns if turn.slot.index not in self._rows]
         taken = others[:room]
         return [turn for turn in turns if turn.slot.index in self._rows or turn in taken]
 
     def held(self) -> list[Turn]:
         """The turns in the loop."""
-        return [row.turn for row in self._rows.values()]
+        return [row.turn for row in self._rows.values() if row.turn.live]
 
     def turn(self, turns: list[Turn], drain: bool) -> tuple[int, int]:
-        """Let new turns join, harvest what the device committed, end what ended. `drain`: nothing may be outstanding afterwards.
+        """Let new turns join, harvest what the device committed, end what ended. `drain`: nothing is outstanding afterwards, rows rest.
 
         Returns (steps, rows) that were harvested.
         """
         loop = self.engine.ahead
         assert loop is not None
         for turn in turns:
-            if turn.slot.index not in self._rows:
+            row = self._rows.get(turn.slot.index)
+            if row is None:
                 self._join(loop, turn)
+            elif row.resting:
+                self._go_on(loop, row)
         began = perf_counter()
         before = loop.harvested
         commits = loop.turn()
         if drain:
             commits += loop.drain()
         seconds = perf_counter() - began
-        for commit in commits:
-            self._take(commit, seconds / len(commits))
+        latest = {commit.slot: number for number, commit in enumerate(commits)}
+        for number, commit in enumerate(commits):
+            self._take(loop, commit, seconds / len(commits), rest=drain and latest[commit.slot] == number)
         for slot in loop.take_released():
             self._leave(loop, slot)
         return loop.harvested - before, len(commits)
@@ -106,7 +117,8 @@ class Ahead:
         if turn.cancelled or turn.stopped:  # it came between the token and the start
             loop.cancel(slot.index)
 
-    def _take(self, commit: Commit, seconds: float) -> None:
+    def _take(self, loop: DecodeLoop, commit: Commit, seconds: float, rest: bool) -> None:
+        """Book a commit; `rest`: it is its row's last before something else has the engine."""
         row = self._rows[commit.slot]
         turn = row.turn
         slot = turn.slot
@@ -123,11 +135,40 @@ class Ahead:
         elif commit.token in self.emitter.stop_ids:
             row.end = End.STOP_TOKEN
         elif commit.end is RowEnd.LIVE:
-            with self.desk.lock:
-                self.emitter.send(turn, commit.token)
             row.fed = commit.token
+            if rest:
+                self._rest(loop, row)
+            else:
+                with self.desk.lock:
+                    self.emitter.send(turn, row.fed)
         else:
             row.end, row.last = End.LIMIT, commit.token
+
+    def _rest(self, loop: DecodeLoop, row: _Row) -> None:
+        """Let the row's turn be ended by whoever is asked to, until it goes on."""
+        turn = row.turn
+        turn.slot.logits = loop.logits(turn.slot.index)
+        turn.slot.resumable = True
+        row.resting = True
+        with self.desk.lock:
+            turn.busy = False
+            if turn.cancelled or turn.stopped:
+                self.desk.end(turn, End.STOPPED)
+
+    def _go_on(self, loop: DecodeLoop, row: _Row) -> None:
+        turn = row.turn
+        with self.desk.lock:
+            if turn.live:
+                self.emitter.send(turn, row.fed)
+                turn.busy = True
+                row.resting = False
+                return
+        self._forget(loop, turn.slot.index)
+
+    def _forget(self, loop: DecodeLoop, slot: int) -> None:
+        """A turn that ended while its row rested has left."""
+        loop.drop(slot)
+        del self._rows[slot]
 
     def _leave(self, loop: DecodeLoop, slot: int) -> None:
         row = self._rows.pop(slot)
