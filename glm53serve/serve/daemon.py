@@ -117,7 +117,7 @@ class Daemon:
             self._outbox,
             loaded.stop_ids,
             settings.rewind,
-            self._telemetry.settle,
+            self._telemetry,
             log,
             self._say,
             settings.verbose,

@@ -19,6 +19,7 @@ from glm53serve.serve import lines
 from glm53serve.serve.ahead import MOST_STOP_IDS, Ahead
 from glm53serve.serve.emitter import Emitter
 from glm53serve.serve.outbox import Outbox
+from glm53serve.serve.telemetry import Telemetry
 from glm53serve.serve.turns import Desk, End, Turn
 
 SHARED_CHUNK_SECONDS = 1.0
@@ -30,8 +31,7 @@ ASCII_BLANKS = frozenset(b" \t\n\r\v\f")
 class Schedule:
     """Runs turns of a `Desk` on an `Engine`, writing frames to an `Outbox`.
 
-    `settle` is told of each turn whose slot begins to be used for it; `log` takes verbose lines, `say` the one line about a change that
-    lasts, `verbose` allows tracebacks.
+    `telemetry` counts what turns use; `log` takes verbose lines, `say` the one line about a change that lasts, `verbose` allows tracebacks.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Schedule:
         outbox: Outbox,
         stop_ids: frozenset[int],
         rewind: bool,
-        settle: Callable[[Turn], None],
+        telemetry: Telemetry,
         log: Callable[[str], None],
         say: Callable[[str], None],
         verbose: bool,
@@ -54,7 +54,7 @@ class Schedule:
         self._emitter = Emitter(desk, outbox, tokenizer, stop_ids)
         self._ahead = Ahead(engine, desk, self._emitter) if engine.ahead is not None and len(stop_ids) <= MOST_STOP_IDS else None
         self._rewind = rewind
-        self._settle = settle
+        self._telemetry = telemetry
         self._log = log
         self._say = say
         self._verbose = verbose
@@ -85,7 +85,15 @@ class Schedule:
             if decoding:
                 self._step(decoding, chunk_next=prefilling is not None)
             if prefilling is not None:
+                self._count(decoding)
                 self._chunk(prefilling, shared=bool(decoding))
+
+    def _count(self, turns: list[Turn]) -> None:
+        """A chunk comes next: count what these turns used, so that whoever ends one meanwhile need not ask a device that is at work."""
+        with self._desk.lock:
+            for turn in turns:
+                if turn.live and not turn.busy:
+                    self._telemetry.count(turn)
 
     # -- prompts
 
@@ -128,7 +136,8 @@ class Schedule:
         slot = turn.slot
         reuse = self._engine.plan(slot, turn.prompt)
         self._log(lines.reuse(turn.id, reuse.reused, len(turn.prompt), reuse.filled_before, reuse.common, reuse.word))
-        self._settle(turn)
+        with self._desk.lock:
+            self._telemetry.settle(turn)
         self._engine.begin(slot, turn.prompt, reuse)
         if reuse.word == "equal" and reuse.reused:
             turn.logits = slot.logits

@@ -25,7 +25,8 @@ def peak_rss_gb() -> float:
 
 
 class Telemetry:
-    """Counts expert uses over all turns (`heat`, uint64 [sparse layers, experts]) and formats the lines about them."""
+    """Counts expert uses over all turns (`heat`, uint64 [sparse layers, experts]) and formats the lines about them. What counts is called under
+    the desk's lock."""
 
     def __init__(self, engine: Engine, heat: NDArray[np.uint64]) -> None:
         self._engine = engine
@@ -42,27 +43,28 @@ class Telemetry:
         """
         self.heat += self._engine.expert_uses(turn.slot)
         self._engine.clear_uses(turn.slot)
-        turn.begun = True
 
-    def absorb(self, turn: Turn) -> NDArray[np.uint32]:
-        """Add a well-ended turn's expert uses to the heat and return them; zeros when it never began, or when they are lost with a device.
+    def count(self, turn: Turn) -> None:
+        """Take what the passes of a turn used since the last count, to the turn and the heat; nothing is asked when there was no pass.
 
-        The next pass meets the loss too, ends the turns that need the device and goes on without it: here a finished turn just ends well.
+        Uses that are lost with a device are not counted: the next pass meets the loss too, ends the turns that need the device and goes on
+        without it, and a finished turn just ends well.
         """
-        nothing = np.zeros(self.heat.shape, np.uint32)
-        if not turn.begun:
-            return nothing
+        if turn.counted == turn.forwards:
+            return
         try:
             uses = self._engine.expert_uses(turn.slot).copy()
             self._engine.clear_uses(turn.slot)
         except DeviceLost:
-            return nothing
+            return
+        turn.uses = uses if turn.uses is None else turn.uses + uses
+        turn.counted = turn.forwards
         self.heat += uses
-        return uses
 
     def success(self, turn: Turn, end: End) -> bytes:
         """HITS, PROF and DONE of a turn."""
-        uses = self.absorb(turn)
+        self.count(turn)
+        uses = turn.uses if turn.uses is not None else np.zeros(self.heat.shape, np.uint32)
         wall = perf_counter() - turn.accepted
         cost = turn.cost
         profile = lines.Profile(

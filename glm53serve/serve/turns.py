@@ -47,8 +47,8 @@ class Turn:
     """One accepted prompt on its way through a slot.
 
     `limit` is how many tokens it may emit (its budget, or what the slot's capacity leaves); `scores` how many log-probabilities a frame
-    carries (0 = none). `begun` once its slot is being used for it. `cancelled` and `stopped` are set by the reader; `busy` is true while
-    rows of the turn are in a running pass.
+    carries (0 = none). `cancelled` and `stopped` are set by the reader; `busy` is true while rows of the turn are in a running pass.
+    `forwards` are its passes, `uses` (uint32 [sparse layers, experts]) what the first `counted` of them used.
     """
 
     id: int
@@ -61,11 +61,12 @@ class Turn:
     accepted: float = field(default_factory=perf_counter)
     phase: Phase = Phase.WAITING
     busy: bool = False
-    begun: bool = False
     cancelled: bool = False
     stopped: bool = False
     emitted: int = 0
     forwards: int = 0
+    counted: int = 0
+    uses: NDArray[np.uint32] | None = None
     cost: Cost = field(default_factory=Cost)
     logits: NDArray[np.float32] | None = None
     blank_run: bool = False
