@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from bench.cuda import Bed, flash, say
+from bench.cuda_bed import Bed, flash, say
 from glm53serve.engine.engine import Engine
 
 
