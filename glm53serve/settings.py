@@ -109,7 +109,12 @@ class Settings:
     # -- experts on disk
     usage: str = _setting("COLI_USAGE", "path", "", "File of the expert usage history.", default_text="`.coli_usage` in the model directory")
     model_mirror: str = _setting(
-        "COLI_MODEL_MIRROR", "text", "", "Further copies of the model directory, separated by `;` or `,`, that share the expert reads.", default_text="none"
+        "COLI_MODEL_MIRROR",
+        "text",
+        "",
+        "Further copies of the model directory, separated by `;` or `,`. Each shares the expert reads as far as it is fast enough, and stands in for one "
+        "that fails.",
+        default_text="none",
     )
     # -- Vulkan
     vulkan: bool = _setting(

@@ -440,9 +440,9 @@ class StoreAgainstAModel(RuleBasedStateMachine):
         keys = {id(where): key for key, where in self.store.places.items()}
         fetch = self.store.files.fetch
 
-        def counted(where: Place, buffer: np.ndarray, copy: int = 0) -> None:
+        def counted(where: Place, buffer: np.ndarray) -> None:
             self.read[keys[id(where)]] += 1
-            fetch(where, buffer, copy)
+            fetch(where, buffer)
 
         self.store.files.fetch = counted  # type: ignore[method-assign]
         self.store.files.direct = direct and self.store.files.open_direct()

@@ -9,18 +9,20 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from glm53serve.engine.faults import Faults
+from glm53serve.experts.copies import Copies, Read
 from glm53serve.experts.memory import allocate
 from glm53serve.experts.places import PAGE, Place, Run
 from glm53serve.model.errors import CheckpointError, ModelError
 
 THREADS = 2
-"""Reads in flight for each copy: one disk gains nothing from more (a single read of some megabytes nearly fills it)."""
+"""Reads under way on each copy: one disk gains nothing from more (a single read of some megabytes nearly fills it)."""
 SAMPLE_SECONDS = 0.15
 BUFFERED_GAIN = 1.25
 """Reading through the page cache costs a quarter of a core; it must be this much faster to be worth it."""
@@ -58,7 +60,9 @@ class ExpertFiles:
         self.on_trouble: Callable[[str], None] = _silent
         self._faults = faults or Faults()
         self._lock = threading.Lock()
-        self._buffered = [_open_all(files, 0) for files in self.copies]
+        self._reads = Copies(len(self.copies), THREADS)
+        self._read_ended = threading.Condition()
+        self._buffered = _open_copies(self.copies, 0)
         self._direct: list[list[int]] = []
         self._bad: set[int] = set()
         self._measuring = False
@@ -70,22 +74,40 @@ class ExpertFiles:
             self.close()
             raise
 
-    def fetch(self, place: Place, buffer: NDArray[np.uint8], copy: int = 0) -> None:
-        """Read one expert into a page-aligned buffer; a copy that fails is stood in for by the others. Raises ExpertReadError."""
+    def fetch(self, place: Place, buffer: NDArray[np.uint8]) -> None:
+        """Read one expert into a page-aligned buffer, from the copy that will have read it first (see `Copies`); one that fails is stood in for by
+        the others. Raises ExpertReadError."""
         failure: ExpertReadError | None = None
-        for turn in range(len(self.copies)):
-            number = (copy + turn) % len(self.copies)
+        tried: set[int] = set()
+        while len(tried) < len(self.copies):
+            read = self._begin(tried)
+            failed = True
             try:
                 for run in place.runs:
-                    self._read(number, run, buffer)
+                    self._read(read.copy, run, buffer)
+                failed = False
                 return
             except ExpertReadError as error:
                 failure = failure or error
-                if len(self.copies) > 1 and number not in self._bad:
-                    self._bad.add(number)
+                tried.add(read.copy)
+                if len(self.copies) > 1 and read.copy not in self._bad:
+                    self._bad.add(read.copy)
                     self.on_trouble(f"{error}; its reads go to another copy of the model")
+            finally:
+                self._end(read, failed)
         assert failure is not None
         raise failure
+
+    def _begin(self, tried: set[int]) -> Read:
+        with self._read_ended:
+            while (read := self._reads.begin(tried)) is None:
+                self._read_ended.wait()
+            return read
+
+    def _end(self, read: Read, failed: bool) -> None:
+        with self._read_ended:
+            self._reads.end(read, failed)
+            self._read_ended.notify_all()
 
     def _read(self, copy: int, run: Run, buffer: NDArray[np.uint8]) -> None:
         fd = (self._direct if self.direct else self._buffered)[copy][run.file]
@@ -117,7 +139,7 @@ class ExpertFiles:
             return False
         if not self._direct:
             try:
-                self._direct = [_open_all(files, flag) for files in self.copies]
+                self._direct = _open_copies(self.copies, flag)
             except ModelError:
                 return False
         return True
@@ -155,7 +177,7 @@ class ExpertFiles:
                     item = next(items, None)
                 if item is None:
                     break
-                self.fetch(item, buffers[number], number % len(self.copies))
+                self.fetch(item, buffers[number])
                 total += item.nbytes
             return total
 
@@ -188,13 +210,16 @@ def _check_copy(path: Path, fd: int, first: int) -> None:
         raise ModelError(f"{path}: cannot be compared with the model's own file ({error.strerror})", "io") from None
 
 
-def _open_all(files: Sequence[Path], flags: int) -> list[int]:
-    fds: list[int] = []
+def _open_copies(copies: Sequence[Sequence[Path]], flags: int) -> list[list[int]]:
+    """The files of every copy, opened; all or none. Raises ModelError (io)."""
+    fds: list[list[int]] = []
     try:
-        for path in files:
-            fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags))
+        for files in copies:
+            fds.append([])
+            for path in files:
+                fds[-1].append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags))
     except OSError as error:
-        for fd in fds:
+        for fd in chain.from_iterable(fds):
             os.close(fd)
         detail = "no such file" if error.errno == errno.ENOENT else error.strerror
         raise ModelError(f"{path}: cannot be read ({detail})", "io") from None

@@ -85,7 +85,7 @@ class ExpertStore:
         books.transit = 0 if budget == len(self.places) else min(readers + (budget >= MANY * readers), budget)
         books.keep = budget - max(0, books.transit - extra)
         for number in range(readers):
-            reader = threading.Thread(target=self._read_loop, args=(number % len(self.files.copies),), name=f"experts-{number}", daemon=True)
+            reader = threading.Thread(target=self._read_loop, name=f"experts-{number}", daemon=True)
             self._readers.append(reader)
             reader.start()
 
@@ -185,7 +185,7 @@ class ExpertStore:
 
     # -- reader threads
 
-    def _read_loop(self, copy: int) -> None:
+    def _read_loop(self) -> None:
         books = self._books
         while True:
             with books.lock:
@@ -204,7 +204,7 @@ class ExpertStore:
             ready = None
             where = self.places[entry.key]
             try:
-                self.files.fetch(where, buffer, copy)
+                self.files.fetch(where, buffer)
                 ready = Ready(*entry.key, where.weights(buffer))
             except Exception as reason:  # noqa: BLE001 - handed to the thread that asked for the expert
                 error = reason
