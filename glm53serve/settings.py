@@ -72,7 +72,7 @@ class Settings:
         "int",
         0,
         "Bits of the dense matrices in memory: 4, 8, 16 (as stored, BF16) or 32. Routed experts stay as stored.",
-        choices=(0, 4, 8, 16, 32),
+        choices=(4, 8, 16, 32),
         default_text="16 when they take less than half of the available memory, else 4",
     )
     expert_gb: float = _setting(
@@ -149,12 +149,12 @@ class Settings:
 
 def _allowed(meta: Mapping[str, Any]) -> str:
     if meta["choices"] is not None:
-        return "one of " + ", ".join(str(c) for c in meta["choices"] if c != 0 or meta["name"] != "GLM53_BITS")
+        return "one of " + ", ".join(map(str, meta["choices"]))
     low, high = meta["low"], meta["high"]
     if meta["kind"] == "bool":
         return "0 or 1"
     noun = {"int": "a whole number", "float": "a number"}.get(meta["kind"], "text")
-    return noun if low is None else f"{noun} from {low:g} to {high:g}"
+    return noun if low is None else f"{noun} from {low:.0f} to {high:.0f}"
 
 
 def _parse(f: Field[Any], text: str) -> Any:
@@ -174,8 +174,6 @@ def _parse(f: Field[Any], text: str) -> Any:
             value = bool(("0", "1").index(text))
     except ValueError:
         raise SettingError(f"{meta['name']}={text!r}: must be {_allowed(meta)}") from None
-    if meta["name"] == "GLM53_BITS" and value == 0:
-        raise SettingError(f"{meta['name']}={text!r}: must be {_allowed(meta)}")
     if meta["choices"] is not None and value not in meta["choices"]:
         raise SettingError(f"{meta['name']}={text!r}: must be {_allowed(meta)}")
     if meta["low"] is not None and not (isinstance(value, str) or (math.isfinite(value) and meta["low"] <= value <= meta["high"])):

@@ -36,7 +36,7 @@ def test_defaults_and_values() -> None:
     [
         ("KV_SLOTS", "0", "from 1 to 16"),
         ("KV_SLOTS", "two", "a whole number"),
-        ("GLM53_MAXT", "63", "from 64"),
+        ("GLM53_MAXT", "63", "from 64 to 16777216"),
         ("GLM53_BITS", "0", "one of 4, 8, 16, 32"),
         ("GLM53_BITS", "5", "one of 4, 8, 16, 32"),
         ("GLM53_EXPERT_GB", "nan", "a number from 0"),
