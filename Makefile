@@ -53,9 +53,10 @@ bench-cpu: dev
 bench-peers: dev
 	$(BIN)/python -m bench.peers
 
-# On a machine with an NVIDIA GPU; installs nothing: PYTHON must have the packages of the cuda and dev extras.
+# On a machine with an NVIDIA GPU; installs nothing: PYTHON must have the packages of the cuda and dev extras. The kernels against the reference, goldens,
+# tasks of the shipped model, 1,000 schedules (GLM53_TEST_SCHEDULES), experts in host memory, the serve harness, compute-sanitizer where it is installed.
 test-cuda:
-	$(PYTHON) -m pytest tests/cuda
+	$(PYTHON) -m pytest tests/cuda -rs
 
 bench-cuda:
 	$(PYTHON) -m bench.cuda
