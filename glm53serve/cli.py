@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from glm53serve import __version__
+from glm53serve.commands.errors import one_line_errors
+from glm53serve.descriptors import fill_standard_descriptors
 from glm53serve.settings import SettingError, Settings
 
 USAGE_ERROR = 2
@@ -23,21 +25,25 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `glm53serve` command."""
+    fill_standard_descriptors()
     arguments = _glm53serve_parser().parse_args(argv)
     return _run("glm53serve", arguments.run, arguments)
 
 
 def main_drop_in(argv: Sequence[str] | None = None) -> int:
     """The `glm53` command: the daemon as a gateway starts it, or the one-shot form."""
-    from glm53serve.commands import drop_in
+    fill_standard_descriptors()
 
-    return _run("glm53", drop_in.run, list(sys.argv[1:] if argv is None else argv))
+    def run(arguments: list[str], settings: Settings) -> int:
+        from glm53serve.commands import drop_in
+
+        return drop_in.run(arguments, settings)
+
+    return _run("glm53", run, list(sys.argv[1:] if argv is None else argv))
 
 
 def _run(name: str, command: Callable[[Any, Settings], int], arguments: Any) -> int:
-    """Run a command with the environment's settings; what a person did wrong is one line and exit 1."""
-    from glm53serve.commands.errors import one_line_errors
-
+    """Run a command with the environment's settings; what a person or the machine did wrong is one line and exit 1."""
     try:
         settings = Settings.from_environ()
     except SettingError as error:

@@ -139,7 +139,7 @@ def test_wrong_arguments_of_glm53_are_one_line_and_2(invoke: Invoke, arguments: 
     assert done.stderr.startswith("glm53: ") and says in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [(), ("many",), ("1", "2", "3"), ("-1",), ("--prompt", "a")])
+@pytest.mark.parametrize("arguments", [(), ("many",), ("1", "2", "3"), ("-1",), ("--prompt", "a"), ("9" * 5000,)])
 def test_the_daemon_takes_one_or_two_numbers(invoke: Invoke, arguments: tuple[str, ...]) -> None:
     done = invoke("glm53", *arguments, SERVE="1", SNAP=str(SHIPPED))
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
@@ -246,6 +246,23 @@ def test_a_seed_fixes_what_a_temperature_draws(invoke: Invoke) -> None:
     assert narrow == invoke("glm53serve", "generate", "--prompt", "a", "--max-tokens", "24").stdout, "a nucleus of one token is greedy"
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--temperature", "nan"), ("--temperature", "inf"), ("--temperature", "-1"), ("--top-p", "nan"), ("--top-p", "-1"), ("--max-tokens", "0")],
+)
+@pytest.mark.parametrize("command", [("generate", "--prompt", "a"), ("chat",)])
+def test_options_that_the_daemon_would_refuse_are_one_line_and_1(invoke: Invoke, command: tuple[str, ...], option: str, value: str) -> None:
+    done = invoke("glm53serve", *command, option, value)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"glm53serve: {option} {value}") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("seed", ["-1", str(1 << 64)])
+def test_a_seed_is_a_number_of_64_bits(invoke: Invoke, seed: str) -> None:
+    done = invoke("glm53serve", "generate", "--prompt", "a", "--seed", seed)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"glm53serve: --seed {seed}: must be from 0 to 2^64-1\n")
+
+
 def test_info_names_what_the_model_is(invoke: Invoke) -> None:
     done = invoke("glm53serve", "info")
     assert done.returncode == 0
@@ -279,6 +296,71 @@ def test_a_reader_that_leaves_is_no_error(command: list[str]) -> None:
         os.close(writing)
     assert done.stderr == b""
     assert done.returncode == 0
+
+
+COMMANDS = pytest.mark.parametrize(
+    "command",
+    [[*COMMAND, "info"], [*COMMAND, "generate", "--prompt", QUESTION, "--max-tokens", "2"], [*DROP_IN, "--prompt", QUESTION, "--greedy", "2"]],
+)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@COMMANDS
+def test_an_output_that_is_full_is_one_line_and_1(command: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=child_environment({"OMP_NUM_THREADS": "1"}), cwd=ROOT, timeout=200)
+    assert done.returncode == 1
+    assert re.fullmatch(rb"glm53(serve)?: No space left on device\n", done.stderr)
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+@COMMANDS
+def test_a_closed_standard_stream_is_no_error(command: list[str], closed: str) -> None:
+    done = call(["bash", "-c", f'exec "$@" {closed}', "bash", *command])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == ("1>" not in closed)
+
+
+def test_a_lack_of_memory_is_one_line_and_1(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe(_directory: Path) -> str:
+        raise MemoryError("7 bytes")
+
+    monkeypatch.setattr("glm53serve.model.info.describe", describe)
+    done = invoke("glm53serve", "info")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "glm53serve: not enough memory (7 bytes)\n")
+
+
+SIGNALLED = """
+import os, signal, sys, time
+class Finder:  # a signal arrives in the midst of the first import that takes long
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.{signal})
+            time.sleep(0.2)
+sys.meta_path.insert(0, Finder())
+from glm53serve import cli
+sys.exit(cli.{entry}({arguments}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "arguments", "signal", "code"),
+    [
+        ("main", ["info"], "SIGINT", 130),
+        ("main", ["generate", "--prompt", "a"], "SIGINT", 130),
+        ("main_drop_in", ["--ids", "1", "--greedy", "1"], "SIGINT", 130),
+        ("main", ["serve"], "SIGTERM", 0),
+        ("main_drop_in", ["0"], "SIGTERM", 0),
+        ("main_drop_in", ["0"], "SIGINT", 0),
+    ],
+)
+def test_a_signal_while_the_program_is_loading_ends_or_spares_it_quietly(entry: str, arguments: list[str], signal: str, code: int) -> None:
+    program = SIGNALLED.format(signal=signal, entry=entry, arguments=arguments)
+    environ = {"SERVE": "1", "SNAP": str(SHIPPED), "COLI_USAGE": os.devnull} if arguments in (["0"], ["serve"]) else {}
+    done = call([sys.executable, "-c", program], **environ)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert ("READY" in done.stdout) == (signal == "SIGINT" and code == 0)
 
 
 def test_importing_the_command_line_is_quick_and_loads_nothing_heavy() -> None:

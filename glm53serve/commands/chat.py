@@ -6,7 +6,6 @@ import argparse
 import codecs
 import contextlib
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from glm53serve.commands.daemon_client import DaemonClient, DaemonGone, Outcome
+from glm53serve.commands.options import check_answer
 from glm53serve.engine.chat import render_chat
 from glm53serve.load import shipped_model
-from glm53serve.oneshot import PromptError
 from glm53serve.settings import Settings
 
 HELP = """\
@@ -30,7 +29,7 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     """Start the daemon, talk until the input ends. Exit code 1 when the daemon cannot start or is lost."""
-    _check(arguments)
+    check_answer(arguments)
     directory = arguments.model or (Path(settings.snap) if settings.snap else shipped_model())
     if directory.is_dir():
         render_chat(directory, [{"role": "user", "content": ""}])  # better to learn now than after a long load that there is no template
@@ -54,14 +53,6 @@ def run(arguments: argparse.Namespace, settings: Settings) -> int:
     finally:
         client.close(at_once)
     return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    if arguments.max_tokens < 1:
-        raise PromptError(f"--max-tokens {arguments.max_tokens}: must be at least 1")
-    for name, value in (("--temperature", arguments.temperature), ("--top-p", arguments.top_p)):
-        if not math.isfinite(value) or value < 0:
-            raise PromptError(f"{name} {value}: must be a number, 0 or more")
 
 
 def _lines(watched: bool) -> Iterator[str]:

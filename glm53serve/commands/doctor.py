@@ -36,7 +36,7 @@ def _processor(settings: Settings) -> Lines:
         return [*lines, ("kernels", "NumPy (the package numba is not installed: slow)")]
     try:
         from glm53serve.cpu.kernels.target import FEATURES, HAS_AVX2, HAS_FMA, HAS_VNNI, LANES
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         return [*lines, ("kernels", f"NumPy (numba cannot be used: {error})")]
     named = [name for name, there in (("AVX2", HAS_AVX2), ("FMA", HAS_FMA), ("AVX-512", LANES == 16), ("VNNI", HAS_VNNI)) if there]
     named += [name for name in ("neon", "dotprod") if name in FEATURES]

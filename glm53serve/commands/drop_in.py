@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
-from glm53serve.load import load, shipped_model
-from glm53serve.oneshot import PromptError, greedy, teacher_forced
+from glm53serve.serve.signals import Signals
 from glm53serve.settings import Settings
 
 USAGE = "usage: glm53 <cap> [<cap>] with SERVE=1 SNAP=<dir>, or glm53 [--model DIR] (--prompt TEXT | --ids a,b,c) --greedy N [--logits]"
@@ -37,13 +35,14 @@ def run(argv: list[str], settings: Settings) -> int:
 
 
 def _serve(argv: list[str], settings: Settings) -> int:
-    from glm53serve.serve.daemon import serve
-
-    if not 1 <= len(argv) <= 2 or not all(a.isdecimal() and a.isascii() for a in argv):
+    if not 1 <= len(argv) <= 2 or not all(re.fullmatch(r"[0-9]{1,18}", a) for a in argv):
         raise _Refusal(f"arguments {' '.join(argv) or '(none)'}: the daemon takes one or two numbers")
     if not settings.snap:
         raise _Refusal("SERVE is set and SNAP is not: no model directory")
-    return serve(Path(settings.snap), settings, slots=settings.slots, specials_stop=not settings.serve_batch, expert_slots=int(argv[0]))
+    signals = Signals()  # before what follows is imported, which takes a while
+    from glm53serve.serve.daemon import serve
+
+    return serve(Path(settings.snap), settings, signals, slots=settings.slots, specials_stop=not settings.serve_batch, expert_slots=int(argv[0]))
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -62,6 +61,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _one_shot(arguments: argparse.Namespace, settings: Settings) -> int:
+    import numpy as np
+
+    from glm53serve.load import load, shipped_model
+    from glm53serve.oneshot import PromptError, greedy, teacher_forced
+
     directory = arguments.model or shipped_model()
     wanted: list[int] = []
     if arguments.ids is not None:

@@ -6,18 +6,18 @@ import argparse
 import sys
 from time import perf_counter
 
+from glm53serve.commands.options import check_answer
 from glm53serve.commands.progress import load_with_progress
 from glm53serve.engine.chat import render_chat
 from glm53serve.engine.sampling import Sampling
 from glm53serve.load import shipped_model
-from glm53serve.oneshot import PromptError, stream
+from glm53serve.oneshot import stream
 from glm53serve.settings import Settings
 
 
 def run(arguments: argparse.Namespace, settings: Settings) -> int:
     """Load, answer, print; on a terminal also say how fast it was."""
-    if arguments.max_tokens < 1:
-        raise PromptError(f"--max-tokens {arguments.max_tokens}: must be at least 1")
+    check_answer(arguments)
     directory = arguments.model or shipped_model()
     prompt = arguments.prompt
     if arguments.chat:

@@ -31,10 +31,10 @@ SWITCH_INTERVAL = 1e-4
 FLUSH_SECONDS = 0.5
 
 
-def serve(directory: Path, settings: Settings, *, slots: int, specials_stop: bool, expert_slots: int = 0, backend: str | None = None) -> int:
+def serve(
+    directory: Path, settings: Settings, signals: Signals, *, slots: int, specials_stop: bool, expert_slots: int = 0, backend: str | None = None
+) -> int:
     """Load a model and serve it on stdin and stdout until the input ends. Returns the exit code."""
-    _fill_standard_descriptors()
-    signals = Signals()
     out = os.dup(1)
     # nothing but frames may reach the pipe, whatever a library prints
     os.dup2(2, 1)
@@ -253,15 +253,6 @@ class Daemon:
 
     def _note(self, line: str) -> None:
         self._log(line)
-
-
-def _fill_standard_descriptors() -> None:
-    """Started with a closed stdin, stdout or stderr, the next file opened would take its number."""
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_RDWR), fd)
 
 
 def _no_log(_line: str) -> None:
