@@ -13,7 +13,7 @@ import pytest
 CUDA_TESTS = Path(__file__).parent / "cuda"
 sys.path[:0] = [str(CUDA_TESTS), str(CUDA_TESTS / "emulator")]
 
-from checks import backend_of, logits_in_pieces  # noqa: E402
+from checks import backend_of, logits_in_pieces, wide_model  # noqa: E402
 from emulated_device import EmulatedDevice, compiler  # noqa: E402
 from tinymodel import random_ids, tiny_model  # noqa: E402
 
@@ -31,7 +31,7 @@ def emulated(sizes: Mapping[str, int]) -> Device:
     return EmulatedDevice(sizes)
 
 
-@pytest.mark.parametrize("experts", ["bf16", "int4"])
+@pytest.mark.parametrize("experts", ["bf16", pytest.param("int4", marks=pytest.mark.long)])
 def test_copies_land_early_or_late_and_change_no_bit(experts: MatrixFormat) -> None:
     """Experts so narrow that a warp's ring is never full: what it waits for must be there all the same, however long the memory takes."""
     model = tiny_model(seed=1, weight_format="bf16", expert_format=experts, **SHALLOW)
@@ -45,6 +45,16 @@ def test_copies_land_early_or_late_and_change_no_bit(experts: MatrixFormat) -> N
         seen.append(logits_in_pieces(backend, 0, ids, [10, 1, 24, 3, 7, 6]))
         assert np.abs(seen[-1] - expected).max() <= 5e-4 * np.abs(expected).max(), f"copies land {'late' if late else 'early'}"
     assert np.array_equal(*seen)
+
+
+def test_copies_of_wide_prompts_land_early_or_late_and_change_no_bit() -> None:
+    model = wide_model("small", (KDA, DSA), "bf16")
+    backend = backend_of(model, emulated, exact=False)
+    ids, seen = random_ids(model.config, 60), []
+    for late in (True, False):
+        backend.device.copies_late = late  # type: ignore[attr-defined]
+        seen.append(logits_in_pieces(backend, 0, ids, [57, 3]))
+    assert np.isfinite(seen[0]).all() and np.array_equal(*seen)
 
 
 @pytest.mark.parametrize("count", [7, 20], ids=["few rows", "many rows"])
