@@ -9,7 +9,6 @@ share of the chunk. Exit code 1 when p50 > 0.5 or max > 1.0 layer times (+ 10 ms
 
 from __future__ import annotations
 
-import argparse
 import random
 import shlex
 import statistics
@@ -23,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder: it has names that packages have, too
 
+from bench.options import Parser, whole  # noqa: E402
 from harness.client import Client  # noqa: E402
 from harness.engine_process import own_variables  # noqa: E402
 from harness.ledger import Turn  # noqa: E402
@@ -170,14 +170,14 @@ def _timed(hook: object, count: int = 20_000) -> float:
 
 def main() -> int:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--shape", default="mid", help="shape of the random model made when there is no --model (default mid)")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--engine", default=str(Path(sys.executable).parent / "glm53"))
-    parser.add_argument("--points", type=int, default=300)
-    parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--points", type=whole(1), default=300, help="cancels that land inside the chunk (default 300)")
+    parser.add_argument("--tokens", type=whole(PRIMED + 1, 8000), default=1000, help="tokens of the chunk (default 1000)")
+    parser.add_argument("--seed", type=whole(0), default=1)
     args = parser.parse_args()
     model = args.model or scratch_model(args.shape, args.scratch)
     rig = Rig(shlex.split(args.engine), model, own_variables())

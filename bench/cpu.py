@@ -7,11 +7,12 @@ Each part is a program of its own and measures the machine's limits again, so a 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from bench.options import Parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS: tuple[tuple[str, list[str], list[str]], ...] = (
@@ -25,7 +26,7 @@ PARTS: tuple[tuple[str, list[str], list[str]], ...] = (
 
 def main() -> int:
     """Run the parts one after another; exit code 1 when one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a first look in under a minute")
     args = parser.parse_args()
     failed = []

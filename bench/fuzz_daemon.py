@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import shlex
 import sys
@@ -12,6 +11,7 @@ from time import perf_counter
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder: it has names that packages have, too
 
+from bench.options import Parser, whole  # noqa: E402
 from harness.engine_process import own_variables  # noqa: E402
 from harness.fuzz import fuzz  # noqa: E402
 from harness.rig import Rig  # noqa: E402
@@ -19,9 +19,9 @@ from harness.rig import Rig  # noqa: E402
 
 def main() -> int:
     """Fuzz and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("frames", type=int, nargs="?", default=10_000)
-    parser.add_argument("seed", type=int, nargs="?", default=random.SystemRandom().getrandbits(32))
+    parser = Parser(__doc__)
+    parser.add_argument("frames", type=whole(1), nargs="?", default=10_000)
+    parser.add_argument("seed", type=whole(0), nargs="?", default=random.SystemRandom().getrandbits(32))
     parser.add_argument("--model", default=str(ROOT / "glm53serve" / "data" / "glm53-nano"))
     parser.add_argument("--engine", default=str(Path(sys.executable).parent / "glm53"))
     args = parser.parse_args()

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # not this folder: it has names that packages have, too
 
-from naive_protocol import Maker, Told, naive, told
-
-from glm53serve.serve.protocol import Parser
+from bench.options import Parser as Options  # noqa: E402
+from bench.options import whole  # noqa: E402
+from glm53serve.serve.protocol import Parser  # noqa: E402
+from tests.naive_protocol import Maker, Told, naive, told  # noqa: E402
 
 LIMIT = 4096
 
@@ -30,8 +31,11 @@ def run(data: list[bytes]) -> list[Told]:
 
 def main() -> int:
     """Fuzz and report."""
-    wanted = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.SystemRandom().getrandbits(32)
+    options = Options(__doc__)
+    options.add_argument("frames", type=whole(1), nargs="?", default=1_000_000)
+    options.add_argument("seed", type=whole(0), nargs="?", default=random.SystemRandom().getrandbits(32))
+    args = options.parse_args()
+    wanted, seed = args.frames, args.seed
     rng = random.Random(seed)
     maker = Maker(rng, LIMIT)
     sent: collections.Counter[str] = collections.Counter()

@@ -1,6 +1,6 @@
 """Speed of the CPU kernels at the real model's widths, against what the machine can do, measured in the same run.
 
-    python bench/kernels.py [--seconds 0.4] [--threads N] [--quick]
+    python -m bench.kernels [--seconds 0.4] [--threads N] [--quick]
 
 Few rows are bound by reading weights: GB/s and the share of the read bandwidth. Many rows are bound by arithmetic: GFLOP/s (2 x rows x
 weights) and the ratio to the float32 matrix rate of NumPy's BLAS. Weights are read from several copies, so that no cache holds them.
@@ -8,7 +8,6 @@ weights) and the ratio to the float32 matrix rate of NumPy's BLAS. Weights are r
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.options import Parser, number, whole
 from glm53serve.cpu import warm
 from glm53serve.cpu.packing import Packed, pack
 from glm53serve.cpu.program import Cell, Form, Program, zeros
@@ -128,9 +128,9 @@ def copies(w: Packed, total: int) -> list[Packed]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.4, help="time for each figure")
-    parser.add_argument("--threads", type=int, default=physical_cores())
+    parser = Parser(__doc__)
+    parser.add_argument("--seconds", type=number(0.0, 3600.0), default=0.4, help="time for each figure")
+    parser.add_argument("--threads", type=whole(1, 1024), default=physical_cores())
     parser.add_argument("--quick", action="store_true", help="one shape, few row counts")
     args = parser.parse_args()
     warm.ensure_compiled(print)

@@ -7,7 +7,6 @@ Decode is held to the time it takes to read, at the bandwidth measured in the sa
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from statistics import median
 import numpy as np
 
 from bench.kernels import matrix_rate, read_bandwidth
+from bench.options import Parser
 from glm53serve.cpu import warm
 from glm53serve.cpu.threads import physical_cores
 from glm53serve.load import Loaded, load, shipped_model
@@ -34,7 +34,7 @@ Row = tuple[str, str, str]
 
 def main() -> int:
     """Print one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="the mid shape only, few tokens")
     args = parser.parse_args()
     warm.ensure_compiled(print)

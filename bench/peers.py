@@ -6,7 +6,6 @@ such a machine (int4 experts and 4-bit matrices, Q4_0, float32), one engine afte
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.options import Parser, whole
 from bench.peers_report import LLAMA, OURS, TRANSFORMERS, Agreement, Rates, agreement, kept_argmaxes, rates, ratio_lines, speed_table
 from bench.peers_setup import ALONE, HERE, Llama, Models, find_llama, find_torch
 from bench.peers_worker import Measured, PeerError, Worker, allowed_cores, spread_cpus
@@ -166,19 +166,18 @@ def machine() -> str:
 
 def main() -> int:
     """Compare, measure, print. Exit code 1 when the engines disagree in float32, 2 when something could not run."""
-    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="This engine, llama.cpp and transformers on the same random weights.")
+    parser = Parser("This engine, llama.cpp and transformers on the same random weights.")
     parser.add_argument("--work", type=Path, default=ROOT, help=f"where models and builds lie, 5 GB (default {ROOT})")
     parser.add_argument("--llama", type=Path, help="folder with the llama.cpp source and its build (default WORK/llama)")
     parser.add_argument("--torch-python", type=Path, help="a Python with torch and transformers (default WORK/torch/bin/python)")
     parser.add_argument("--shape", default="mid", help="shape of the random model (default mid, 449 M parameters)")
-    parser.add_argument("--threads", type=int, default=2, help="cores everyone is pinned to (default 2)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of measurements (default 7)")
-    parser.add_argument("--steps", type=int, default=48, help="decoded tokens a measurement (default 48; transformers a quarter of them)")
+    parser.add_argument("--threads", type=whole(1), default=2, help="cores everyone is pinned to (default 2)")
+    parser.add_argument("--rounds", type=whole(1), default=7, help="rounds of measurements (default 7)")
+    steps = whole(8, CONTEXT - max(DEPTHS))
+    parser.add_argument("--steps", type=steps, default=48, help="decoded tokens a measurement (default 48; transformers a quarter of them)")
     parser.add_argument("--skip-compare", action="store_true", help="measure speed only")
     args = parser.parse_args()
     work = args.work.expanduser()
-    if args.rounds < 1 or not 8 <= args.steps <= CONTEXT - max(DEPTHS) or args.threads < 1:
-        parser.error(f"--rounds and --threads must be at least 1, --steps from 8 to {CONTEXT - max(DEPTHS)}")
     torch, llama = None, None
     try:
         torch = find_torch((args.torch_python or work / "torch" / "bin" / "python").expanduser())

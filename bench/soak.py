@@ -8,7 +8,6 @@ Answers are compared by the log probabilities of prompt and answer as well as by
 
 from __future__ import annotations
 
-import argparse
 import random
 import shlex
 import sys
@@ -26,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder: it has names that packages have, too
 
 from bench.cancel import scratch_model  # noqa: E402
+from bench.options import Parser, whole  # noqa: E402
 from harness.client import Client  # noqa: E402
 from harness.engine_process import own_variables  # noqa: E402
 from harness.ledger import Turn  # noqa: E402
@@ -157,13 +157,13 @@ def main() -> int:
     """Run and report."""
     if sys.argv[1:2] == ["--as-engine"]:
         return mutated_engine(sys.argv[2], sys.argv[3:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "glm53serve" / "data" / "glm53-nano")
     parser.add_argument("--shape", help="use a random model of this shape instead, made once in --scratch")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--engine", default=str(Path(sys.executable).parent / "glm53"))
-    parser.add_argument("--cancels", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cancels", type=whole(1), default=1000)
+    parser.add_argument("--seed", type=whole(0), default=1)
     parser.add_argument("--mutation", choices=sorted(MUTATIONS))
     args = parser.parse_args()
     model = scratch_model(args.shape, args.scratch) if args.shape else args.model

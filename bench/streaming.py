@@ -9,7 +9,6 @@ changes nothing. Every ratio is of two figures of this run.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.options import Parser, whole
 from glm53serve.engine.sampling import Sampling
 from glm53serve.engine.seam import Halted
 from glm53serve.experts import ExpertStore, Need
@@ -39,18 +39,20 @@ from glm53serve.settings import Settings
 
 SHARE = 0.25
 CHUNK_ROWS = 128
+BLOCK = 4
+"""Tokens between two measurements of the disk, whose rate changes from second to second."""
 F32 = NDArray[np.float32]
 Trace = list[tuple[int, int]]
 
 
 def main() -> int:
     """Run everything and print one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--model", type=Path, default=None)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--experts", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--cancels", type=int, default=200)
+    parser.add_argument("--layers", type=whole(2, 45), default=6)
+    parser.add_argument("--experts", type=whole(8, 288), default=40)
+    parser.add_argument("--tokens", type=whole(BLOCK, 1024), default=24)
+    parser.add_argument("--cancels", type=whole(1), default=200)
     parser.add_argument("--quick", action="store_true", help="a small model, few tokens and cancels: under a minute")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -189,7 +191,8 @@ def streaming(directory: Path, tokens: int, cancels: int) -> list[tuple[str, str
     budget = SHARE * open_checkpoint(directory).expert_bytes
     loaded = load(directory, settings(budget), slots=1, specials_stop=False, note=lambda line: print(line, file=sys.stderr))
     store = loaded.experts
-    assert store is not None
+    if store is None:
+        raise SystemExit(f"{directory}: no routed experts, nothing to measure")
     # the rate and the reads must be of the disk, whatever the page cache still holds
     if not store.files.open_direct():
         raise SystemExit("this file system has no direct reads: nothing to measure")
@@ -227,10 +230,6 @@ class Run:
     rate: float
 
 
-BLOCK = 4
-"""Tokens between two measurements of the disk, whose rate changes from second to second."""
-
-
 def decode(loaded: Loaded, store: ExpertStore, tokens: int) -> list[tuple[str, str, str]]:
     """Tokens one by one, against the time that reading what was missing takes at the disk's rate; a second pass reads nothing ahead."""
     recorder = Recorder(store)
@@ -248,6 +247,7 @@ def decode(loaded: Loaded, store: ExpertStore, tokens: int) -> list[tuple[str, s
     optimal = belady(recorder.uses, store.keep)
     loaded.engine.empty(slot)
     wall, read, missed = (sum(getattr(run, name) for run in runs) for name in ("wall", "read", "missed"))
+    tokens = BLOCK * len(runs)
     least = sum(run.missed / run.rate for run in runs)
     rates = sorted(run.rate / 1e9 for run in runs)
     shares = sorted(run.missed / run.rate / run.wall for run in runs)
@@ -263,14 +263,14 @@ def decode(loaded: Loaded, store: ExpertStore, tokens: int) -> list[tuple[str, s
 
 
 def decode_blocks(loaded: Loaded, store: ExpertStore, recorder: Recorder, logits: F32, tokens: int, warm_up: int) -> tuple[list[Run], F32]:
-    """`warm_up` tokens, then `tokens` in blocks with the disk measured before and after each."""
+    """`warm_up` tokens, then `tokens` in whole blocks with the disk measured before and after each."""
     engine, meter = loaded.engine, loaded.engine.backends[0].meter
     slot = engine.slots[0]
     for _ in range(warm_up):
         logits = engine.forward_step([(slot, int(np.argmax(logits)))])[0][0]
     runs = []
     rate = disk_rate(store)
-    for _ in range(max(1, tokens // BLOCK)):
+    for _ in range(tokens // BLOCK):
         read, needs, blocked, began = store.bytes_read, len(recorder.needs), meter.disk, time.perf_counter()
         for _ in range(BLOCK):
             logits = engine.forward_step([(slot, int(np.argmax(logits)))])[0][0]

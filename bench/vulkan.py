@@ -6,7 +6,6 @@ which changes no time: a step reads the same number of bytes. Prints one line a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import struct
@@ -40,6 +39,10 @@ from glm53serve.vulkan.errors import VulkanUnavailable
 from glm53serve.vulkan.ffn import MoeFfn
 from glm53serve.vulkan.layers import VulkanLayers
 from glm53serve.vulkan.queue import Queue
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # not this folder: `import vulkan` must not find this file
+
+from bench.options import Parser, whole  # noqa: E402
 
 POOL = 1 << 26
 
@@ -280,20 +283,19 @@ def measure(device: Device, config: ModelConfig, rows: int, chunk: int, depth: i
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--shape", default="flash", choices=sorted(SHAPES))
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rows", type=int, nargs="+", default=[128], help="row-group sizes to measure")
-    parser.add_argument("--chunk", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--cancels", type=int, default=20)
+    parser.add_argument("--layers", type=whole(1, 4096), default=8)
+    parser.add_argument("--rows", type=whole(1, 4096), nargs="+", default=[128], help="row-group sizes to measure")
+    parser.add_argument("--chunk", type=whole(65), default=4096)
+    parser.add_argument("--steps", type=whole(1), default=50)
+    parser.add_argument("--cancels", type=whole(0), default=20)
     parser.add_argument("--device", default="")
     parser.add_argument("--cpu", action="store_true", help="allow a software driver")
     parser.add_argument("--no-units", action="store_true", help="do without matrix units")
     parser.add_argument("--profile", action="store_true", help="time every stage of a layer")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
-    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]  # `import vulkan` must not find this file
     config = parse_config(shape_config(args.shape, args.layers))
     results = []
     for rows in args.rows:
