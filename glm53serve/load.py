@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from glm53serve.engine.tokenizer import Tokenizer, TokenizerError
 from glm53serve.experts import ExpertFiles, ExpertStore, experts_in_ram, model_copies, open_store
 from glm53serve.experts.memory import available_bytes
 from glm53serve.experts.usage import UsageError, read_history
+from glm53serve.home import user_cache
 from glm53serve.model.checkpoint import Checkpoint, open_checkpoint
 from glm53serve.model.config import ModelConfig
 from glm53serve.model.errors import ErrorKind, ModelError
@@ -54,12 +56,13 @@ def shipped_model() -> Path:
 
 
 def usage_path(directory: Path, setting: str) -> Path:
-    """Where a model's expert usage history lives: COLI_USAGE, else beside the model, for the shipped model in the user's cache directory."""
+    """Where a model's expert usage history lives: COLI_USAGE, else beside the model; for the shipped model in the user's cache directory, or nowhere."""
     if setting:
         return Path(setting)
     if directory.resolve() != shipped_model().resolve():
         return directory / ".coli_usage"
-    return Path.home() / ".cache" / "glm53serve" / f"{directory.name}.usage"
+    folder = user_cache()
+    return Path(os.devnull) if folder is None else folder / f"{directory.name}.usage"
 
 
 def load(

@@ -6,7 +6,7 @@ from numba import cfunc
 
 from glm53serve.cpu.kernels import simd as s
 from glm53serve.cpu.kernels.fields import offsets
-from glm53serve.cpu.kernels.target import VECTOR_BYTES
+from glm53serve.cpu.kernels.target import CFUNC, VECTOR_BYTES
 from glm53serve.cpu.kernels.team import KERNEL
 
 FIELDS = ("data", "size", "sums")
@@ -15,7 +15,7 @@ _DATA, _SIZE, _SUMS = offsets(FIELDS)
 VB = VECTOR_BYTES
 
 
-@cfunc(KERNEL, nopython=True, cache=True, error_model="numpy")
+@cfunc(KERNEL, **CFUNC)
 def read(a, chunk, chunks):
     """Sum of a chunk."""
     step = 4 * VB

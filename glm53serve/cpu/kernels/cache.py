@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+
+from glm53serve.home import user_cache
 
 _HERE = Path(__file__).parent
 _DAY = 86400
@@ -30,15 +33,17 @@ def _writable(folder: Path) -> bool:
         return False
 
 
-def cache_folder() -> Path:
-    """Beside the package when that can be written (a virtual environment, a checkout), else in the user's cache directory."""
+def cache_folder() -> Path | None:
+    """Beside the package when that can be written (a virtual environment, a checkout), else in the user's cache directory; None when neither can."""
     name = f"kernels-{_sources()}"
-    beside = _HERE / "__pycache__" / name
-    return beside if _writable(beside) else Path.home() / ".cache" / "glm53serve" / name
+    user = user_cache()
+    places = [_HERE / "__pycache__" / name] + ([user / name] if user is not None else [])
+    return next(filter(_writable, places), None)
 
 
 def remove_older(folder: Path) -> None:
     """Delete what other versions of the kernels left next to `folder`, unless a process may still be writing it (changed within a day)."""
     for other in folder.parent.glob("kernels-*"):
-        if other != folder and time.time() - other.stat().st_mtime > _DAY:
-            shutil.rmtree(other, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another start deletes as well
+            if other != folder and time.time() - other.stat().st_mtime > _DAY:
+                shutil.rmtree(other, ignore_errors=True)

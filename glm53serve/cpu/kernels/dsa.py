@@ -12,12 +12,10 @@ from glm53serve.cpu.kernels.fields import offsets
 from glm53serve.cpu.kernels.ir_attend import mix_tile, scores_tile
 from glm53serve.cpu.kernels.kda import PIECE_BYTES
 from glm53serve.cpu.kernels.rows import FORM_FIELDS, rms_row, shape_row
-from glm53serve.cpu.kernels.target import LANES, VECTOR_BYTES
+from glm53serve.cpu.kernels.target import CFUNC, JIT, LANES, VECTOR_BYTES
 from glm53serve.cpu.kernels.team import KERNEL
 
 VB = VECTOR_BYTES
-_JIT = {"nogil": True, "cache": True, "error_model": "numpy"}
-_CFUNC = {"nopython": True, "cache": True, "error_model": "numpy"}
 _NAT, _NATS = offsets(FORM_FIELDS)[:2]
 _GROUPS = 8 * FORM_FIELDS.index("groups")
 _LOWEST = np.float32(-np.inf)
@@ -36,7 +34,7 @@ the layer's latents in a slot's table. The normalised q latent goes to form, the
  _O_EPS, _O_FORM) = offsets(ROWS_FIELDS)  # fmt: skip
 
 
-@njit("void(int64, int64, int64, int64, int64)", **_JIT)
+@njit("void(int64, int64, int64, int64, int64)", **JIT)
 def _layer_norm_row(x, weight, bias, size, width):
     """Layer norm in place; padding is zero in x, weight and bias and stays so."""
     total = s.zero()
@@ -54,7 +52,7 @@ def _layer_norm_row(x, weight, bias, size, width):
         s.st(x + i, s.vfma(s.mul(s.sub(s.ld(x + i), middle), factor), s.ld(weight + i), s.ld(bias + i)))
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def dsa_rows(a, chunk, chunks):
     """Norms of what was projected; the latent row goes to its slot."""
     rows, form = s.ldi(s.ldi(a + _O_COUNT)), s.ldi(a + _O_FORM)
@@ -79,7 +77,7 @@ POOL_FIELDS = ("pieces", "piece_count", "rows", "keys", "x", "stride", "gate", "
 _L_PIECES, _L_PCOUNT, _L_ROWS, _L_KEYS, _L_X, _L_XS, _L_GATE, _L_KP, _L_SIZE, _L_APE, _L_RAW = offsets(POOL_FIELDS)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def pools(a, chunk, chunks):
     """Keys of the pools that the rows complete; raw rows of the incomplete ones stay with their slots (one chunk only)."""
     kp, size, gate, xs = s.ldi(a + _L_KP), s.ldi(a + _L_SIZE), s.ldi(a + _L_GATE), s.ldi(a + _L_XS)
@@ -129,7 +127,7 @@ SELECT_FIELDS = (*SCORE_FIELDS, "at", "chosen", "counts")
 _T_AT, _T_CHOSEN, _T_COUNTS = offsets(SELECT_FIELDS)[-3:]
 
 
-@njit("void(int64, int64, int64, int64, int64, int64, int64)", **_JIT)
+@njit("void(int64, int64, int64, int64, int64, int64, int64)", **JIT)
 def index_scores(query, heads, size, weights, keys, count, out):
     """Scores of pools 0..count-1 for one query, roots left out: they change no order."""
     rows = np.empty(4, np.int64)
@@ -158,7 +156,7 @@ def index_scores(query, heads, size, weights, keys, count, out):
     s.keep(dots)
 
 
-@njit("int64(float32)", **_JIT)
+@njit("int64(float32)", **JIT)
 def _rank(value):
     """A whole number that orders as the float32 does, -0 as 0."""
     bits = np.int64(s.bits(value + np.float32(0.0)))
@@ -167,7 +165,7 @@ def _rank(value):
     return bits | 0x80000000
 
 
-@njit("void(int64, int64, int64, int64)", **_JIT)
+@njit("void(int64, int64, int64, int64)", **JIT)
 def best_pools(scores, count, budget, chosen):
     """Indices int32, ascending, of the `budget` largest of count >= budget scores; of equal ones the lower index first.
 
@@ -198,7 +196,7 @@ def best_pools(scores, count, budget, chosen):
             left -= 1
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def score(a, chunk, chunks):
     """Chunk of the pools of every row, when there are few rows; where all pools fit nothing is scored."""
     rows, kp, size = s.ldi(s.ldi(a + _W_COUNT)), s.ldi(a + _W_KP), s.ldi(a + _W_SIZE)
@@ -216,7 +214,7 @@ def score(a, chunk, chunks):
         index_scores(query, s.ldi(a + _W_HEADS), size, weights, keys, last - first, out)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def select(a, chunk, chunks):
     """Pools of each row."""
     rows, first = s.ldi(s.ldi(a + _W_COUNT)), s.ldi(s.ldi(a + _T_AT))
@@ -246,7 +244,7 @@ HEAD_UNIT = 4
 _UNITS = 4
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64, int64)", **_JIT)
+@njit("int64(int64, int64, int64, int64, int64, int64, int64)", **JIT)
 def _selected(table, latents, size, position, kp, pools_chosen, chosen):
     """Addresses of the latent rows attended, ascending, at table; how many."""
     if pools_chosen < 0:
@@ -265,7 +263,7 @@ def _selected(table, latents, size, position, kp, pools_chosen, chosen):
     return n
 
 
-@njit("void(int64, int64, int64, int64, int64, int64, float32, int64, int64)", **_JIT)
+@njit("void(int64, int64, int64, int64, int64, int64, float32, int64, int64)", **JIT)
 def attend_heads(query, table, tokens, heads, size, scores, scale, out, stride):
     """A few heads of one row over the latents in table: absorbed queries [heads, r] -> mixed latents [heads, r]; scores: scratch of `stride`
     bytes a head, room for four tokens more than there are."""
@@ -302,7 +300,7 @@ def attend_heads(query, table, tokens, heads, size, scores, scale, out, stride):
         h += 1
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def attend(a, chunk, chunks):
     """Chunk of the pairs of row and four heads."""
     rows, first = s.ldi(s.ldi(a + _A_COUNT)), s.ldi(s.ldi(a + _A_AT))

@@ -13,12 +13,10 @@ from glm53serve.cpu.kernels.fields import offsets
 from glm53serve.cpu.kernels.ir_build import BF16, F32_, FP8, INT4, INT8
 from glm53serve.cpu.kernels.matmul import CALL_WORDS, TILE, set_rows, set_weights
 from glm53serve.cpu.kernels.rows import FORM_FIELDS
-from glm53serve.cpu.kernels.target import VECTOR_BYTES
+from glm53serve.cpu.kernels.target import CFUNC, JIT, VECTOR_BYTES
 from glm53serve.cpu.kernels.team import KERNEL
 
 VB = VECTOR_BYTES
-_JIT = {"nogil": True, "cache": True, "error_model": "numpy"}
-_CFUNC = {"nopython": True, "cache": True, "error_model": "numpy"}
 _NAT, _NATS, _PERM, _PERMS, _BYTES, _BYTESS, _SCALE, _OFFSET, _SCALES, _GROUPS = offsets(FORM_FIELDS)
 
 RECORD_FIELDS = ("kind", "gate", "gate_scale", "up", "up_scale", "down", "down_scale")
@@ -42,13 +40,13 @@ COMBINE_FIELDS = ("run", "order_rows", "order_weights", "out", "out_stride", "y"
 _C_RUN, _C_ROWS, _C_WEIGHTS, _C_OUT, _C_OUTS, _C_Y, _C_YS, _C_GROUPS = offsets(COMBINE_FIELDS)
 
 
-@njit("void(int64, int64, int64)", **_JIT)
+@njit("void(int64, int64, int64)", **JIT)
 def _copy(target, source, size):
     for i in range(0, size, 8):
         s.sti(target + i, s.ldi(source + i))
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def gather(a, chunk, chunks):
     """Every form of the rows that the run's assignments name."""
     run, source, target = s.ldi(a + _G_RUN), s.ldi(a + _G_SOURCE), s.ldi(a + _G_TARGET)
@@ -70,7 +68,7 @@ def gather(a, chunk, chunks):
                 s.stw(s.ldi(target + _OFFSET) + t + g, s.ldw(s.ldi(source + _OFFSET) + u + g))
 
 
-@njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", **_JIT)
+@njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", **JIT)
 def _describe(call, kind, w, sc, first, last, groups, form, row, rows, y, ys):
     """Rows first..last-1 of one expert's matrix times `rows` activation rows from `row` on, in the form its format takes."""
     x, xs = s.ldi(form + _NAT), s.ldi(form + _NATS)
@@ -93,7 +91,7 @@ def _describe(call, kind, w, sc, first, last, groups, form, row, rows, y, ys):
     set_rows(call, x + row * xs, xs, q, o, qs, rows, y + row * ys, ys)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def experts(a, chunk, chunks):
     """Chunk of the run's products: 16-row tiles of W over its experts' matrices."""
     run, starts = s.ldi(a + _X_RUN), s.ldi(a + _X_STARTS)
@@ -134,7 +132,7 @@ def experts(a, chunk, chunks):
     s.keep(words)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def combine(a, chunk, chunks):
     """y[row] += weight * out, assignment by assignment; chunks over groups of 64 columns."""
     run = s.ldi(a + _C_RUN)
@@ -152,7 +150,7 @@ CLEAR_FIELDS = ("count", "y", "y_stride", "size")
 _CL_COUNT, _CL_Y, _CL_YS, _CL_SIZE = offsets(CLEAR_FIELDS)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def clear(a, chunk, chunks):
     """Zero `size` bytes of rows of y."""
     rows = s.ldi(s.ldi(a + _CL_COUNT))

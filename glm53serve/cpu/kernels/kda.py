@@ -15,12 +15,10 @@ from numba import cfunc, njit
 from glm53serve.cpu.kernels import simd as s
 from glm53serve.cpu.kernels.fields import offsets
 from glm53serve.cpu.kernels.rows import FORM_FIELDS, shape_row, square_sum
-from glm53serve.cpu.kernels.target import LANES, VECTOR_BYTES
+from glm53serve.cpu.kernels.target import CFUNC, JIT, LANES, VECTOR_BYTES
 from glm53serve.cpu.kernels.team import KERNEL
 
 VB = VECTOR_BYTES
-_JIT = {"nogil": True, "cache": True, "error_model": "numpy"}
-_CFUNC = {"nopython": True, "cache": True, "error_model": "numpy"}
 _NAT, _NATS = offsets(FORM_FIELDS)[:2]
 _SLICE = 4 * LANES
 _BLOCK = 64
@@ -40,7 +38,7 @@ exp(A_log) [heads]; state and window: offsets in the slot's flat array of [heads
  _BETAS, _GATE, _GATES, _NORM, _EPS, _FORM, _STATE, _WINDOW) = offsets(KDA_FIELDS)  # fmt: skip
 
 
-@njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", **_JIT)
+@njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", **JIT)
 def _convolve(out, out_stride, raw, raw_stride, window, window_stride, taps, tap_stride, rows, conv, size):
     """SiLU of the causal convolution of `size` bytes of channels; rows before the first come from the window."""
     for t in range(rows):
@@ -55,7 +53,7 @@ def _convolve(out, out_stride, raw, raw_stride, window, window_stride, taps, tap
             s.st(out + t * out_stride + i, s.mul(total, s.sigmoid(total)))
 
 
-@njit("void(int64, int64, int64, int64, int64, int64, int64)", **_JIT)
+@njit("void(int64, int64, int64, int64, int64, int64, int64)", **JIT)
 def _slide(raw, raw_stride, window, window_stride, rows, keep, size):
     """Put the last `keep` raw rows into the window; fewer rows than that shift it."""
     for j in range(keep):
@@ -67,7 +65,7 @@ def _slide(raw, raw_stride, window, window_stride, rows, keep, size):
             s.st(window + j * window_stride + i, s.ld(source + i))
 
 
-@njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **_JIT)
+@njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **JIT)
 def recurrence(state, coefficients, v, o, beta, qk, rows, width, stride):
     """`rows` tokens over a slice of 4 vectors of value columns of one head.
 
@@ -129,7 +127,7 @@ def recurrence(state, coefficients, v, o, beta, qk, rows, width, stride):
         s.st(ot + 3 * VB, s.vfma(w, d3, c3))
 
 
-@njit("void(int64, int64, float32, int64, float32, int64)", **_JIT)
+@njit("void(int64, int64, float32, int64, float32, int64)", **JIT)
 def _decay_row(z, dt, speed, bounded, bound, size):
     """exp(g) of one token and head, in place of z = the low-rank product."""
     if bounded != 0:
@@ -144,7 +142,7 @@ def _decay_row(z, dt, speed, bounded, bound, size):
             s.stf(z + i, np.float32(math.exp(-speed * x)))
 
 
-@njit("void(int64, int64)", **_JIT)
+@njit("void(int64, int64)", **JIT)
 def _head(a, head):
     """All rows of one head."""
     width, padded, conv = s.ldi(a + _WIDTH), s.ldi(a + _PADDED), s.ldi(a + _CONV)
@@ -214,7 +212,7 @@ def _head(a, head):
     s.keep(work)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def kda(a, chunk, chunks):
     """Chunk of the heads."""
     heads = s.ldi(a + _HEADS)

@@ -12,7 +12,7 @@ from glm53serve.cpu.kernels import simd as s
 from glm53serve.cpu.kernels.ir_build import FP8, INT4_Q16
 from glm53serve.cpu.kernels.ir_float import float_tile
 from glm53serve.cpu.kernels.ir_integer import PANEL, PANEL_ROWS, pack_panel, panel_tile, rows_tile
-from glm53serve.cpu.kernels.target import LANES
+from glm53serve.cpu.kernels.target import CFUNC, JIT, LANES
 from glm53serve.cpu.kernels.team import KERNEL
 
 FIELDS = (
@@ -145,7 +145,7 @@ CALL_FIELDS = ("kind", "w", "w_stride", "scale", "scale_stride", "first", "last"
 CALL_WORDS = len(CALL_FIELDS)
 
 
-@cfunc(KERNEL, nopython=True, cache=True, error_model="numpy")
+@cfunc(KERNEL, **CFUNC)
 def product(a, chunk, chunks):
     """y[:, first:last] = x @ W[first:last].T. Called by address, so that the tiles are compiled once."""
     kind, w, ws, sc, ss = s.ldi(a), s.ldi(a + 8), s.ldi(a + 16), s.ldi(a + 24), s.ldi(a + 32)
@@ -157,7 +157,7 @@ def product(a, chunk, chunks):
         _floats(kind, w, ws, sc, ss, first, last, groups, x, xs, rows, y, ys)
 
 
-@njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True, error_model="numpy")
+@njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **JIT)
 def set_weights(call, kind, w, ws, sc, ss, first, last, groups):
     """Fill the first half of `product`'s arguments."""
     s.sti(call, kind)
@@ -170,7 +170,7 @@ def set_weights(call, kind, w, ws, sc, ss, first, last, groups):
     s.sti(call + 56, groups)
 
 
-@njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True, error_model="numpy")
+@njit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)", **JIT)
 def set_rows(call, x, xs, q, o, qs, rows, y, ys):
     """Fill the second half of `product`'s arguments."""
     s.sti(call + 64, x)
@@ -183,7 +183,7 @@ def set_rows(call, x, xs, q, o, qs, rows, y, ys):
     s.sti(call + 120, ys)
 
 
-@cfunc(KERNEL, nopython=True, cache=True, error_model="numpy")
+@cfunc(KERNEL, **CFUNC)
 def matmul(a, chunk, chunks):
     """Chunk of a product: a run of 16-row tiles of W over all heads."""
     rows = s.ldi(s.ldi(a + _COUNT))

@@ -8,9 +8,8 @@ from numba import cfunc
 from glm53serve.cpu.kernels import simd as s
 from glm53serve.cpu.kernels.fields import offsets
 from glm53serve.cpu.kernels.rows import sigmoid
+from glm53serve.cpu.kernels.target import CFUNC
 from glm53serve.cpu.kernels.team import KERNEL
-
-_CFUNC = {"nopython": True, "cache": True, "error_model": "numpy"}
 
 ROUTE_FIELDS = (
     "count", "out_at", "logits", "logit_stride", "bias", "experts", "k", "groups", "kept", "normalise", "scaling", "chosen", "weights", "work",
@@ -19,7 +18,7 @@ ROUTE_FIELDS = (
 _R_COUNT, _R_OUT, _R_Y, _R_YS, _R_BIAS, _R_E, _R_K, _R_GROUPS, _R_KEPT, _R_NORM, _R_SCALING, _R_CHOSEN, _R_WEIGHTS, _R_WORK = offsets(ROUTE_FIELDS)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def route(a, chunk, chunks):
     """Experts and weights of rows from router logits; ties go to the lower index."""
     rows, first = s.ldi(s.ldi(a + _R_COUNT)), s.ldi(s.ldi(a + _R_OUT))
@@ -82,7 +81,7 @@ PLAN_FIELDS = ("count", "k", "experts", "chosen", "weights", "starts", "order_ro
 _P_COUNT, _P_K, _P_E, _P_CHOSEN, _P_WEIGHTS, _P_STARTS, _P_ROWS, _P_OW = offsets(PLAN_FIELDS)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def plan(a, chunk, chunks):
     """Who needs which expert (one chunk only)."""
     rows, k, experts = s.ldi(s.ldi(a + _P_COUNT)), s.ldi(a + _P_K), s.ldi(a + _P_E)

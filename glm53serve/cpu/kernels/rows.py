@@ -13,13 +13,11 @@ from numba import cfunc, njit
 
 from glm53serve.cpu.kernels import simd as s
 from glm53serve.cpu.kernels.fields import offsets
-from glm53serve.cpu.kernels.target import LANES, VECTOR_BYTES
+from glm53serve.cpu.kernels.target import CFUNC, JIT, LANES, VECTOR_BYTES
 from glm53serve.cpu.kernels.team import KERNEL
 
 VB = VECTOR_BYTES
 _GROUP_BYTES = 256
-_JIT = {"nogil": True, "cache": True, "error_model": "numpy"}
-_CFUNC = {"nopython": True, "cache": True, "error_model": "numpy"}
 
 FORM_FIELDS = ("natural", "stride", "permuted", "permuted_stride", "bytes", "bytes_stride", "scale", "offset", "scale_stride", "groups")
 """The forms of one activation matrix: float32 in order; evens before odds in each 64 (0 = not wanted); 16-bit levels in that
@@ -38,7 +36,7 @@ def store_levels(at, x, inverse):
     return level
 
 
-@njit("void(int64, int64, int64, int64)", **_JIT)
+@njit("void(int64, int64, int64, int64)", **JIT)
 def shape_row(form, row, first, last):
     """Make the wanted forms of groups first..last-1 of a row whose natural form is there."""
     natural = s.ldi(form + _NAT) + row * s.ldi(form + _NATS)
@@ -78,7 +76,7 @@ SHAPE_FIELDS = ("count", "form")
 _SH_COUNT, _SH_FORM = offsets(SHAPE_FIELDS)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def shape(a, chunk, chunks):
     """Forms of whole rows."""
     rows = s.ldi(s.ldi(a + _SH_COUNT))
@@ -87,7 +85,7 @@ def shape(a, chunk, chunks):
         shape_row(form, row, 0, s.ldi(form + _GROUPS))
 
 
-@njit("float32(int64, int64)", **_JIT)
+@njit("float32(int64, int64)", **JIT)
 def square_sum(x, size):
     """Sum of squares of `size` bytes of float32 at x."""
     p, q = s.zero(), s.zero()
@@ -97,7 +95,7 @@ def square_sum(x, size):
     return s.total(s.add(p, q))
 
 
-@njit("void(int64, int64, int64, int64, int64, float32)", **_JIT)
+@njit("void(int64, int64, int64, int64, int64, float32)", **JIT)
 def rms_row(x, weight, out, size, width, eps):
     """RMS norm of `size` bytes at x, of which `width` values are not padding, to out (may be x)."""
     factor = s.dup(np.float32(1.0) / np.float32(math.sqrt(square_sum(x, size) / np.float32(width) + eps)))
@@ -117,13 +115,13 @@ M [n, n] to mixes."""
  _C_FORM, _C_MIX, _C_MIXS) = offsets(COLLAPSE_FIELDS)  # fmt: skip
 
 
-@njit("float32(float32)", **_JIT)
+@njit("float32(float32)", **JIT)
 def sigmoid(x):
     """Of one value."""
     return np.float32(1.0) / (np.float32(1.0) + np.float32(math.exp(-x)))
 
 
-@njit("void(int64, int64, float32, int64)", **_JIT)
+@njit("void(int64, int64, float32, int64)", **JIT)
 def sinkhorn(m, n, eps, iterations):
     """Logits float32 [n, n] at m, in place: row softmax, then column and row steps, a column step last."""
     one = np.float32(1.0)
@@ -152,7 +150,7 @@ def sinkhorn(m, n, eps, iterations):
                 s.stf(line + along * j, s.ldf(line + along * j) * total)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def collapse(a, chunk, chunks):
     """mHC site before a sub-layer, and the sub-layer's norm."""
     rows, first, out_first = s.ldi(s.ldi(a + _C_COUNT)), s.ldi(s.ldi(a + _C_AT)), s.ldi(s.ldi(a + _C_OUT))
@@ -189,7 +187,7 @@ EXPAND_FIELDS = ("count", "at", "y_at", "streams", "stream_row", "stream", "n", 
 _E_COUNT, _E_AT, _E_YAT, _E_X, _E_XROW, _E_XSTREAM, _E_N, _E_Y, _E_YS, _E_Y2, _E_Y2S, _E_MIX, _E_MIXS = offsets(EXPAND_FIELDS)
 
 
-@njit("void(int64, int64, int64, int64, int64)", **_JIT)
+@njit("void(int64, int64, int64, int64, int64)", **JIT)
 def _expand_four(x, y, post, mix, stream):
     """Four streams, all of a column's values in registers."""
     for i in range(0, stream, VB):
@@ -204,7 +202,7 @@ def _expand_four(x, y, post, mix, stream):
             s.st(x + k * stream + i, total)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def expand(a, chunk, chunks):
     """mHC site after a sub-layer, in place."""
     rows, first, y_first = s.ldi(s.ldi(a + _E_COUNT)), s.ldi(s.ldi(a + _E_AT)), s.ldi(s.ldi(a + _E_YAT))
@@ -241,7 +239,7 @@ SWIGLU_FIELDS = ("count", "at", "gate", "up", "stride", "limit", "form")
 _S_COUNT, _S_AT, _S_GATE, _S_UP, _S_STRIDE, _S_LIMIT, _S_FORM = offsets(SWIGLU_FIELDS)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def swiglu(a, chunk, chunks):
     """silu(min(gate, limit)) * clip(up, -limit, limit) in its forms; chunks over groups of 64 columns of all rows, from row `at` on."""
     form = s.ldi(a + _S_FORM)
@@ -267,7 +265,7 @@ FINAL_FIELDS = ("count", "streams", "stream_row", "stream", "n", "width", "eps",
 _F_COUNT, _F_X, _F_XROW, _F_XSTREAM, _F_N, _F_WIDTH, _F_EPS, _F_NORM, _F_FORM = offsets(FINAL_FIELDS)
 
 
-@cfunc(KERNEL, **_CFUNC)
+@cfunc(KERNEL, **CFUNC)
 def final(a, chunk, chunks):
     """Mean of the streams, then the final norm."""
     rows, n, stream, form = s.ldi(s.ldi(a + _F_COUNT)), s.ldi(a + _F_N), s.ldi(a + _F_XSTREAM), s.ldi(a + _F_FORM)

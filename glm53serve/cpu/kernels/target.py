@@ -16,8 +16,23 @@ def _features() -> frozenset[str]:
     return frozenset(name for name, there in llvmlite.binding.get_host_cpu_features().items() if there)
 
 
+FOLDER = cache_folder()
+JIT = {"nogil": True, "cache": True, "error_model": "numpy"}
+"""How functions are compiled; `forgo_cache` changes it for the modules that are imported afterwards."""
+CFUNC = {"nopython": True, "cache": True, "error_model": "numpy"}
+"""How kernels are compiled; likewise."""
+
+
+def forgo_cache() -> None:
+    """Neither look for compiled code nor keep it from now on."""
+    JIT["cache"] = CFUNC["cache"] = False
+
+
 if not numba.config.CACHE_DIR:
-    numba.config.CACHE_DIR = str(cache_folder())
+    if FOLDER is None:
+        forgo_cache()
+    else:
+        numba.config.CACHE_DIR = str(FOLDER)
 
 FEATURES = _features()
 LANES = 16 if "avx512f" in FEATURES else 8
