@@ -110,7 +110,8 @@ def _engine(
         return CpuLayers(config, layers, checkpoint.layer, store or checkpoint, slots, bits, progress, settings.threads, note)
 
     def open_experts() -> None:
-        if store is not None:
+        # open already when a device that is lost held only a part of the layers
+        if store is not None and not store.opened:
             open_store(store, experts_in_ram(store, expert_slots, settings.expert_gb, later_bytes(config, slots, settings, budget)))
 
     def cpu_head() -> Head:

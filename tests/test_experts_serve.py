@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from glm53serve import load as load_module
+from glm53serve.backends import Chosen
 from glm53serve.engine.sampling import Sampling
 from glm53serve.experts import ExpertFiles
 from glm53serve.load import Loaded, LoadError, load, shipped_model
@@ -259,3 +261,21 @@ def test_experts_leave_memory_for_everything_else(directory: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, str(directory)], capture_output=True, text=True, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout == "no memory for more routed experts: 5 of 48 are kept, the others are read when needed\n\n"
+
+
+def test_a_lost_chain_leaves_the_experts_open_as_they_were(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device held the first layers, the CPU the rest: when it is lost, the CPU takes them all, over the store that is there already."""
+    monkeypatch.setattr(load_module, "choose", lambda _name, request: Chosen([request.cpu(range(2)), request.cpu(range(2, 4))]))
+    loaded = load_share(directory, 0.25)
+    store = loaded.experts
+    assert store is not None
+
+    def readers() -> list[str]:
+        return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("experts-"))
+
+    opened, before, keep = readers(), list(stream(loaded, [1, 2, 3], 8, Sampling())), store.keep
+    loaded.engine.fail_over()
+    assert [backend.layers for backend in loaded.engine.backends] == [range(4)]
+    assert readers() == opened and store.keep == keep
+    assert list(stream(loaded, [1, 2, 3], 8, Sampling())) == before
+    close(loaded)

@@ -90,6 +90,11 @@ class ExpertStore:
             reader.start()
 
     @property
+    def opened(self) -> bool:
+        """True between `open` and `close`."""
+        return bool(self._readers)
+
+    @property
     def keep(self) -> int:
         """Experts that stay in RAM."""
         return self._books.keep
