@@ -17,8 +17,8 @@ from harness.engine_process import child_environment
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 SHIPPED = "glm53serve/data/glm53-nano"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "oracle" / "README.md", ROOT / SHIPPED / "README.md"]
 
 
 def page(name: str) -> str:
@@ -47,7 +47,7 @@ def test_the_pages_are_there() -> None:
     assert names >= {"README.md", "PROTOCOL.md", "ARCHITECTURE.md", "ENVIRONMENT.md", "MODEL_FORMATS.md", "BENCHMARKS.md"}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
         if "://" in target:
@@ -59,7 +59,7 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert fragment in anchors(there), f"{path.name} links to {target}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_named_in_a_page_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     folders = r"(?:glm53serve|harness|bench|tests|docs|serve|engine|cpu|cuda|vulkan|experts|model)"
@@ -67,20 +67,20 @@ def test_files_named_in_a_page_exist(path: Path) -> None:
         assert (ROOT / name).exists() or (ROOT / "glm53serve" / name).exists(), f"{path.name} names {name}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_variable_named_is_in_the_table(path: Path) -> None:
     known = {field.metadata["name"] for field in fields(Settings)}
     named = set(re.findall(r"\b(?:GLM53|COLI)_[A-Z_]+", path.read_text(encoding="utf-8")))
     assert named <= known
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_page_knows_a_machine(path: Path) -> None:
     found = re.search(r"(?<![\w.])/(?:home|root|tmp|work|mnt|Users|opt)/\S*", path.read_text(encoding="utf-8"))
     assert found is None, f"{path.name}: {found}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_exist(path: Path) -> None:
     makefile = page("Makefile")
     parser = cli._glm53serve_parser()
@@ -100,6 +100,14 @@ def test_commands_exist(path: Path) -> None:
         assert leaving.value.code == 0, name
     for extra in re.findall(r"\.\[(\w+)\]", text):
         assert re.search(rf"^{extra} = \[", page("pyproject.toml"), re.M), extra
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_programs_have_the_options_that_a_page_gives_them(path: Path) -> None:
+    for folder, name, arguments in re.findall(r"\b(bench|harness)[/.](\w+)(?:\.py)?((?: +[^\s`|]+)*)", path.read_text(encoding="utf-8")):
+        program = ROOT / folder / f"{name}.py"
+        for option in re.findall(r"(?<= )--[a-z-]+", arguments):
+            assert f'"{option}"' in program.read_text(encoding="utf-8"), f"{path.name} gives {program.name} {option}"
 
 
 def test_the_readme_names_every_command() -> None:
