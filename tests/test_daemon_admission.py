@@ -78,3 +78,13 @@ def test_a_reader_that_fails_is_no_good_end(tmp_path: Path, monkeypatch: pytest.
     served.raw(b"STOP 99\n")
     served.wait_until(lambda: turn.ended)
     assert turn.outcome == "DONE" and served.close() == 1
+
+
+def test_a_token_that_the_model_does_not_have_is_refused_and_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the tokenizer of a larger model would give."""
+    known = served.loaded.engine.config.vocab_size
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, payload: [known] if payload == b"strange" else encode(self, payload))
+    assert served.wait(served.submit(b"strange")).outcome == "BAD_REQUEST"
+    assert any(f"token id {known}: the model has 0 to {known - 1}" in line for line in served.log)
+    assert served.wait(served.submit(b"known")).outcome == "DONE"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ def test_handshake() -> None:
     assert lines.caps(True, 1) == b"CAPS vision=1 slots=1\n"
     assert lines.stat(1.25) == b"STAT 0 0.00 0.0 1.2\n"
     assert lines.load_fail("format", "config.json:\n no layers") == b"LOAD_FAIL kind=format config.json: no layers\n"
+    assert lines.load_fail("io", os.fsdecode(b"/a\xffb: gone")) == b"LOAD_FAIL kind=io /a\\udcffb: gone\n"
 
 
 def test_emap_is_tier_and_heat() -> None:

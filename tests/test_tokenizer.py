@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -107,6 +109,36 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match="not a tokenizer"):
         Tokenizer(tmp_path)
+
+
+def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
+    directory = tmp_path / os.fsdecode(b"\xff \n")
+    directory.mkdir()
+    shutil.copy(shipped_model() / "tokenizer.json", directory)
+    assert Tokenizer(directory).encode(b"What is 2 + 3?") == TOKENIZER.encode(b"What is 2 + 3?")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("chat_template.jinja", b"\xff"),
+        ("chat_template.jinja", b"{{ 1 / 0 }}"),
+        ("chat_template.jinja", b"{{ messages[0].content + 1 }}"),
+        ("chat_template.jinja", b"{% for %}"),
+        ("chat_template.jinja", b"{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"),
+        ("chat_template.jinja", b"{% for i in range(10000000000) %}{% endfor %}"),
+        ("chat_template.jinja", b"{{ raise_exception('no') }}"),
+        ("tokenizer_config.json", b"\xff"),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"[" * 100000),
+        ("tokenizer_config.json", b'{"chat_template": 3}'),
+    ],
+)
+def test_a_template_that_is_none_says_so(tmp_path: Path, file: str, content: bytes) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(TemplateError):
+        render_chat(tmp_path, [{"role": "user", "content": "a"}])
 
 
 def test_the_chat_template_makes_the_models_prompts() -> None:

@@ -79,9 +79,11 @@ class Tokenizer:
         if not path.is_file():
             raise TokenizerError(f"{path}: no such file, the model needs a tokenizer.json")
         try:
-            self._backend: Any = Backend.from_file(str(path))
+            # its own reading of files takes names in UTF-8 only
+            self._backend: Any = Backend.from_buffer(path.read_bytes())
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every kind of broken file
-            raise TokenizerError(f"{path}: not a tokenizer file ({error})") from None
+            reason = str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
+            raise TokenizerError(f"{path}: not a tokenizer file ({reason})") from None
         alphabet = _byte_alphabet()
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)

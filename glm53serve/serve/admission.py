@@ -61,12 +61,18 @@ class Admission:
         self.desk.admit(turn)
 
     def _tokens(self, payload: bytes) -> tuple[int, list[int]]:
-        """How many tokens a payload has, and which; of one that is sure not to fit the number alone, which takes little memory."""
+        """How many tokens a payload has, and which; of one that is sure not to fit the number alone, which takes little memory.
+
+        Raises TokenizerError for a payload that has no tokens of this model.
+        """
         if len(payload) > self.tokenizer.longest * self.engine.capacity:
             count = self.tokenizer.count(payload)
             if count >= self.engine.capacity:
                 return count, []
         ids = self.tokenizer.encode(payload)
+        known = self.engine.config.vocab_size
+        if ids and max(ids) >= known:
+            raise TokenizerError(f"token id {max(ids)}: the model has 0 to {known - 1}; its tokenizer belongs to another model")
         return len(ids), ids
 
 

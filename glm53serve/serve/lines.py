@@ -115,12 +115,12 @@ def done(ident: int, emitted: int, tokens_per_second: float, hit_percent: float,
 
 def error(ident: int, code: str, detail: str = "") -> bytes:
     """A turn's or a frame's other end. detail: what follows the code (CONTEXT_EXCEEDED, IO)."""
-    return f"ERROR {ident} {code}{' ' if detail else ''}{_one_line(detail)}\n".encode()
+    return b"ERROR %d %s%s%s\n" % (ident, code.encode(), b" " if detail else b"", _one_line(detail))
 
 
 def load_fail(kind: LoadFailKind, detail: str) -> bytes:
     """In place of READY when the engine cannot start."""
-    return f"LOAD_FAIL kind={kind} {_one_line(detail)}\n".encode()
+    return b"LOAD_FAIL kind=%s %s\n" % (kind.encode(), _one_line(detail))
 
 
 def reuse(ident: int, reused: int, prompt_tokens: int, filled_before: int, common: int, word: str) -> str:
@@ -143,6 +143,6 @@ def steps(decode_steps: int, rows: int) -> str:
     return f"{decode_steps} decode steps, {rows} rows"
 
 
-def _one_line(text: str) -> str:
-    """A detail must not end its line early."""
-    return " ".join(text.split())
+def _one_line(text: str) -> bytes:
+    """A detail must not end its line early, and may name a file whose name is no UTF-8."""
+    return " ".join(text.split()).encode("utf-8", "backslashreplace")
