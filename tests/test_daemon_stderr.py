@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from glm53serve.serve.stderr import StderrLog
+from tests.patience import PATIENCE, returns
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def pipe() -> Iterator[tuple[int, int]]:
             os.close(fd)
 
 
-def read_until(fd: int, wanted: bytes, seconds: float = 10.0) -> bytes:
+def read_until(fd: int, wanted: bytes) -> bytes:
     os.set_blocking(fd, False)
-    out, end = b"", time.monotonic() + seconds
+    out, end = b"", time.monotonic() + PATIENCE
     while wanted not in out and time.monotonic() < end:
         try:
             out += os.read(fd, 1 << 16)
@@ -37,15 +37,12 @@ def read_until(fd: int, wanted: bytes, seconds: float = 10.0) -> bytes:
 
 def flood(log: StderrLog, lines: int) -> None:
     """Many lines, which must be taken promptly although nobody reads them."""
-    done = threading.Event()
 
     def write() -> None:
         for number in range(lines):
             log(f"line {number} " + "x" * 80)
-        done.set()
 
-    threading.Thread(target=write, daemon=True).start()
-    assert done.wait(10), "a line nobody reads held its writer up"
+    assert returns(write), "a line nobody reads held its writer up"
 
 
 def test_a_line_is_out_when_the_call_returns(pipe: tuple[int, int]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from glm53serve.serve.frames import Cancel, Frame, Prompt, Refused, Stop
 from glm53serve.serve.inbox import FRAME_OVERHEAD, Eof, Inbox
+from tests.patience import PATIENCE, returns
 
 PROMPT = b"PROMPT 1 0 5 1 0 1\nhello\n"
 
@@ -21,9 +22,9 @@ def none(_: Frame) -> bool:
     return False
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def until(condition: Callable[[], bool]) -> bool:
     """Wait for something that another thread brings about."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + PATIENCE
     while not condition() and time.monotonic() < end:
         time.sleep(0.001)
     return condition()
@@ -45,11 +46,11 @@ def test_frames_in_order_then_the_end_again_and_again(pipe: tuple[int, int]) -> 
     inbox.start()
     os.write(pipe[1], PROMPT + b"PROMPT 2 0 1 1 0 1\nx\nPROMPT 3")
     os.close(pipe[1])
-    first, second, third = (inbox.get(5) for _ in range(3))
+    first, second, third = (inbox.get(PATIENCE) for _ in range(3))
     assert isinstance(first, Prompt) and first.payload == b"hello"
     assert isinstance(second, Prompt) and second.id == 2
     assert isinstance(third, Refused) and third.id == 0
-    assert inbox.get(5) == Eof() == inbox.get(5)
+    assert inbox.get(PATIENCE) == Eof() == inbox.get(PATIENCE)
     assert inbox.waiting_bytes == 0 and inbox.error is None
     inbox.stop()
 
@@ -62,7 +63,7 @@ def test_half_a_frame_delays_nothing_and_the_rest_completes_it(pipe: tuple[int, 
     assert until(lambda: seen == [Cancel(4)])
     assert inbox.get(0.05) is None
     os.write(pipe[1], PROMPT[-3:] + b"STOP 5\n")
-    assert isinstance(inbox.get(5), Prompt)
+    assert isinstance(inbox.get(PATIENCE), Prompt)
     assert until(lambda: seen == [Cancel(4), Stop(5)])
     assert inbox.get(0) is None  # what on_frame handled is not queued
     inbox.stop()
@@ -82,8 +83,8 @@ def test_on_frame_runs_in_the_reader_the_moment_a_frame_is_parsed(pipe: tuple[in
     inbox = Inbox(pipe[0], on_frame)
     inbox.start()
     os.write(pipe[1], PROMPT * 3 + b"CANCEL 1\n")
-    assert arrived.wait(5) and set(threads) == {"inbox"}
-    assert [type(inbox.get(5)) for _ in range(4)] == [Prompt, Prompt, Prompt, Cancel]
+    assert arrived.wait(PATIENCE) and set(threads) == {"inbox"}
+    assert [type(inbox.get(PATIENCE)) for _ in range(4)] == [Prompt, Prompt, Prompt, Cancel]
     inbox.stop()
 
 
@@ -95,10 +96,9 @@ def test_stop_and_poke_wake_whoever_waits(pipe: tuple[int, int]) -> None:
     waiter.start()
     inbox.poke()
     assert until(lambda: got == [None])
-    began = time.monotonic()
-    inbox.stop()
-    waiter.join(5)
-    assert time.monotonic() - began < 1 and got == [None, Eof()]
+    assert returns(inbox.stop)
+    waiter.join(PATIENCE)
+    assert got == [None, Eof()]
     inbox.stop()
     os.write(pipe[1], b"x")  # the descriptor was left alone
 
@@ -124,10 +124,10 @@ def test_reading_stops_while_too_much_waits_and_goes_on_afterwards() -> None:
     time.sleep(0.2)
     assert inbox.waiting_bytes < 200_000 + 65536 + 50_000 + 4 * FRAME_OVERHEAD and written[0] < 40
     ids = []
-    while isinstance(frame := inbox.get(5), Prompt):
+    while isinstance(frame := inbox.get(PATIENCE), Prompt):
         ids.append(frame.id)
     assert frame == Eof() and ids == list(range(1, 41)) and cancels == ids
-    writer.join(5)
+    writer.join(PATIENCE)
     inbox.stop()
     ours.close()
 
@@ -157,7 +157,7 @@ def test_unsent_replies_hold_reading_up_until_they_shrink(pipe: tuple[int, int])
     assert inbox.get(0.1) is None
     backlog[0] = 0
     inbox.wake()
-    assert isinstance(inbox.get(5), Prompt)
+    assert isinstance(inbox.get(PATIENCE), Prompt)
     inbox.stop()
 
 
@@ -167,14 +167,14 @@ def test_a_file_and_a_nonblocking_pipe_are_read_alike(tmp_path: Path, pipe: tupl
     with open(path, "rb") as file:
         inbox = Inbox(file.fileno(), none)
         inbox.start()
-        assert sum(isinstance(inbox.get(5), Prompt) for _ in range(1000)) == 1000
-        assert inbox.get(5) == Eof()
+        assert sum(isinstance(inbox.get(PATIENCE), Prompt) for _ in range(1000)) == 1000
+        assert inbox.get(PATIENCE) == Eof()
     os.set_blocking(pipe[0], False)
     inbox = Inbox(pipe[0], none)
     inbox.start()
     time.sleep(0.02)
     os.write(pipe[1], PROMPT)
-    assert isinstance(inbox.get(5), Prompt)
+    assert isinstance(inbox.get(PATIENCE), Prompt)
     inbox.stop()
 
 
@@ -183,12 +183,12 @@ def test_a_descriptor_that_cannot_be_read_counts_as_ended(tmp_path: Path) -> Non
     os.close(read)
     inbox = Inbox(read, none)
     inbox.start()
-    assert inbox.get(5) == Eof() and inbox.error is not None
+    assert inbox.get(PATIENCE) == Eof() and inbox.error is not None
     os.close(write)
     directory = os.open(tmp_path, os.O_RDONLY)
     inbox = Inbox(directory, none)
     inbox.start()
-    assert inbox.get(5) == Eof() and inbox.error is not None
+    assert inbox.get(PATIENCE) == Eof() and inbox.error is not None
     os.close(directory)
 
 
@@ -202,5 +202,5 @@ def test_stop_ends_the_reader_whatever_it_is_doing(pipe: tuple[int, int]) -> Non
             time.sleep(0.0002)
         stopper = threading.Thread(target=inbox.stop, daemon=True)
         stopper.start()
-        stopper.join(5)
+        stopper.join(PATIENCE)
         assert not stopper.is_alive() and inbox.ended.is_set()

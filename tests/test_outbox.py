@@ -8,13 +8,13 @@ import random
 import select
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from glm53serve.serve.outbox import Outbox
+from tests.patience import PATIENCE, returns
 
 
 @pytest.fixture
@@ -60,23 +60,20 @@ def test_blocks_of_many_threads_stay_whole_and_in_their_order(pipe: tuple[int, i
         following[who] += 1
         received = rest[size:]
     assert following == [40] * 4
-    assert outbox.flush(5) and outbox.close() and not outbox.send(b"late")
+    assert outbox.flush(PATIENCE) and outbox.close() and not outbox.send(b"late")
 
 
 def test_send_never_waits_and_room_says_when_to(pipe: tuple[int, int]) -> None:
     drained = threading.Event()
     outbox = Outbox(pipe[1], on_drain=drained.set)
-    began = time.monotonic()
-    for _ in range(64):
-        assert outbox.send(bytes(1 << 20))
-    assert time.monotonic() - began < 2
+    assert returns(lambda: [outbox.send(bytes(1 << 20)) for _ in range(64)]), "nobody reads yet"
     assert outbox.unsent_bytes > 60 << 20 and not outbox.room() and not outbox.wait_room(0.05)
     assert outbox.room(65 << 20)
     reader = threading.Thread(target=lambda: read_exactly(pipe[0], 64 << 20))
     reader.start()
-    assert outbox.wait_room(20) and outbox.unsent_bytes < 1 << 20
-    reader.join(20)
-    assert outbox.flush(5) and outbox.unsent_bytes == 0 and drained.is_set()
+    assert outbox.wait_room(PATIENCE) and outbox.unsent_bytes < 1 << 20
+    reader.join(PATIENCE)
+    assert outbox.flush(PATIENCE) and outbox.unsent_bytes == 0 and drained.is_set()
     assert outbox.close()
 
 
@@ -85,8 +82,8 @@ def test_a_closed_peer_ends_it_once_and_everything_is_dropped(pipe: tuple[int, i
     outbox = Outbox(pipe[1], on_closed=lambda: calls.append(threading.current_thread().name))
     outbox.send(bytes(1 << 20))
     os.close(pipe[0])
-    assert outbox.closed.wait(5)
-    outbox._thread.join(5)
+    assert outbox.closed.wait(PATIENCE)
+    outbox._thread.join(PATIENCE)
     assert calls == ["outbox"] and outbox.unsent_bytes == 0 and outbox.room(1)
     assert not outbox.send(b"x") and outbox.wait_room(0) and outbox.flush(0)
     assert isinstance(outbox.error, BrokenPipeError)
@@ -99,7 +96,7 @@ def test_a_peer_that_leaves_is_noticed_although_nothing_is_written(pipe: tuple[i
     outbox.send(b"hello")
     assert read_exactly(pipe[0], 5) == b"hello" and not left.wait(0.05)
     os.close(pipe[0])
-    assert left.wait(5)
+    assert left.wait(PATIENCE)
 
 
 def test_a_waiting_turn_goes_on_when_the_peer_leaves(pipe: tuple[int, int]) -> None:
@@ -110,7 +107,7 @@ def test_a_waiting_turn_goes_on_when_the_peer_leaves(pipe: tuple[int, int]) -> N
     waiter.start()
     assert not done.wait(0.05)
     os.close(pipe[0])
-    assert done.wait(5)
+    assert done.wait(PATIENCE)
     waiter.join()
 
 
@@ -118,11 +115,27 @@ def test_close_does_not_hang_on_a_peer_that_does_not_read(pipe: tuple[int, int])
     calls: list[int] = []
     outbox = Outbox(pipe[1], on_closed=lambda: calls.append(1))
     outbox.send(bytes(1 << 20))
-    began = time.monotonic()
-    assert not outbox.close(0.1)
-    assert time.monotonic() - began < 1 and outbox.closed.is_set() and not calls
+    kept: list[bool] = []
+    assert returns(lambda: kept.append(outbox.close(0.1)))
+    assert kept == [False] and outbox.closed.wait(PATIENCE) and not calls
     assert not outbox.close()
     os.fstat(pipe[1])  # the descriptor was left open
+
+
+def test_close_does_not_wait_for_a_writer_that_is_held_up_and_knows_what_has_left(pipe: tuple[int, int]) -> None:
+    go_on = threading.Event()
+
+    def held_up() -> None:
+        go_on.wait()
+
+    outbox = Outbox(pipe[1], on_drain=held_up)
+    outbox.send(b"hello")
+    assert read_exactly(pipe[0], 5) == b"hello" and outbox.flush(PATIENCE)
+    kept: list[bool] = []
+    assert returns(lambda: kept.append(outbox.close()))
+    assert kept == [True] and not outbox.closed.is_set()
+    go_on.set()
+    assert outbox.closed.wait(PATIENCE) and outbox.close()
 
 
 @pytest.mark.parametrize("after", [0, 3])
@@ -137,9 +150,9 @@ def test_a_failing_write_is_a_closed_peer(pipe: tuple[int, int], after: int) -> 
     outbox = Outbox(pipe[1], fault=fault)
     for _ in range(after):
         outbox.send(b"x")
-        assert outbox.flush(5)
+        assert outbox.flush(PATIENCE)
     outbox.send(b"y")
-    assert outbox.closed.wait(5)
+    assert outbox.closed.wait(PATIENCE)
     assert outbox.error is not None and outbox.error.errno == errno.EIO
     assert os.read(pipe[0], 100) == b"x" * after if after else not select.select([pipe[0]], [], [], 0)[0]
 
@@ -150,7 +163,7 @@ def test_files_sockets_and_nonblocking_pipes(tmp_path: Path, pipe: tuple[int, in
         outbox = Outbox(file.fileno())
         for number in range(1000):
             outbox.send(b"%d\n" % number)
-        assert outbox.close(5)
+        assert outbox.close(PATIENCE)
     assert path.read_bytes().split() == [b"%d" % number for number in range(1000)]
 
     ours, theirs = socket.socketpair()
@@ -158,14 +171,14 @@ def test_files_sockets_and_nonblocking_pipes(tmp_path: Path, pipe: tuple[int, in
     outbox.send(bytes(1 << 20))
     assert read_exactly(theirs.fileno(), 1 << 20) == bytes(1 << 20)
     theirs.close()
-    assert outbox.closed.wait(5)
+    assert outbox.closed.wait(PATIENCE)
     ours.close()
 
     os.set_blocking(pipe[1], False)
     outbox = Outbox(pipe[1])
     outbox.send(bytes(1 << 20))
     assert read_exactly(pipe[0], 1 << 20) == bytes(1 << 20)
-    assert outbox.close(5)
+    assert outbox.close(PATIENCE)
 
 
 def test_a_descriptor_that_takes_a_part_gets_the_rest(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +189,7 @@ def test_a_descriptor_that_takes_a_part_gets_the_rest(pipe: tuple[int, int], mon
     outbox.send(block)
     outbox.send(b"end")
     assert read_exactly(pipe[0], 20_003) == block + b"end"
-    assert outbox.close(5)
+    assert outbox.close(PATIENCE)
 
 
 def test_a_closed_descriptor() -> None:
@@ -184,8 +197,8 @@ def test_a_closed_descriptor() -> None:
     os.close(write)
     calls: list[str] = []
     outbox = Outbox(write, on_closed=lambda: calls.append(threading.current_thread().name))
-    assert outbox.send(b"x") and outbox.closed.wait(5) and not outbox.send(b"x")
-    outbox._thread.join(5)
+    assert outbox.send(b"x") and outbox.closed.wait(PATIENCE) and not outbox.send(b"x")
+    outbox._thread.join(PATIENCE)
     assert calls == ["outbox"] and outbox.error is not None and not outbox.close()
     os.close(read)
 
@@ -206,6 +219,6 @@ def test_close_ends_the_writer_whatever_it_is_doing(pipe: tuple[int, int]) -> No
             outbox.send(b"x" * 300 * (number % 3))
         closer = threading.Thread(target=outbox.close, daemon=True)
         closer.start()
-        closer.join(5)
-        assert not closer.is_alive() and outbox.closed.is_set()
-    drainer.join(5)
+        closer.join(PATIENCE)
+        assert not closer.is_alive() and outbox.closed.wait(PATIENCE)
+    drainer.join(PATIENCE)

@@ -111,7 +111,8 @@ class Outbox:
         elif self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(STUCK_SECONDS)
             if self._thread.is_alive():
-                return False
+                # stuck in a write, or only not scheduled yet: nothing is added any more, so what is unsent tells
+                return self._unsent == 0
         return not self._dropped
 
     # -- the writer thread
