@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np  # noqa: F401 - its BLAS must be loaded before it can be limited
 import pytest
+from hypothesis import HealthCheck, settings
 from threadpoolctl import threadpool_limits
+
+# How long an example takes, or drawing it, says nothing on a busy machine. The examples are the same in every run, so that a run
+# judges a change and not a draw; `pytest --hypothesis-profile=explore` draws others each time.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("suite", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -65,7 +65,7 @@ def test_every_kind_of_line_is_read() -> None:
 
 
 @given(st.lists(st.integers(1, 40), max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_split_gives_the_same_frames(sizes: list[int]) -> None:
     stream = HELLO + ACCEPT + DATA + END + EMAP
     parser, got, at = FrameParser(), [], 0

@@ -186,7 +186,7 @@ LINEAR = ("linear_attention", "mamba")
 ATTENTION = ("indexed_attention", "full_attention", "attention", "deepseek_sparse_attention")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_spelling_means_the_same(data: st.DataObject) -> None:
     """A random network written down in randomly chosen spellings reads back as that network."""
@@ -331,7 +331,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(sorted({*RAW["text_config"], "linear_attn_config", "n_group", "index_topk_freq", "index_topk_pattern"})), json_values))
 def test_any_value_is_read_or_refused_in_one_line(changes: dict[str, Any]) -> None:
     try:

@@ -358,7 +358,7 @@ def test_file_that_shrinks_after_opening(models: dict[str, RawModel], tmp_path: 
     assert caught.value.kind == "io"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_damage_never_breaks_out(data: st.DataObject, models: dict[str, RawModel], tmp_path: Path) -> None:
     """Any few bytes of a header changed: it still opens, or it is one of our one-line errors."""

@@ -315,7 +315,7 @@ class Schedule:
         assert self.free == set(range(6)), "a slot was never released"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(ACTION, max_size=60), st.sampled_from([(0, 0), (1, 0), (4, 0), (8, 0), (None, 0), (1, 16)]))
 def test_any_schedule_gives_every_turn_its_own_sequence(actions: list[tuple], mode: tuple[int | None, int]) -> None:
     run = Schedule(*mode)

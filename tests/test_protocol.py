@@ -253,7 +253,7 @@ def in_pieces(data: bytes, cuts: list[int]) -> list[Told]:
     return [told(frame) for frame in frames + parser.eof()]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(STREAMS, st.lists(st.integers(0, 1 << 16), max_size=12))
 def test_any_bytes_in_any_pieces_give_the_frames_of_the_whole(data: bytes, cuts: list[int]) -> None:
     expected = naive(data, LIMIT, 2 * LIMIT)
@@ -261,7 +261,7 @@ def test_any_bytes_in_any_pieces_give_the_frames_of_the_whole(data: bytes, cuts:
     assert in_pieces(data, cuts) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 1 << 32), st.lists(st.integers(0, 1 << 16), max_size=12))
 def test_wild_streams_agree_with_the_naive_parser(seed: int, cuts: list[int]) -> None:
     maker = Maker(random.Random(seed), LIMIT)
@@ -269,7 +269,7 @@ def test_wild_streams_agree_with_the_naive_parser(seed: int, cuts: list[int]) ->
     assert in_pieces(data, cuts) == naive(data, LIMIT, 2 * LIMIT)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 1 << 32))
 def test_every_sent_frame_has_one_answer_and_the_next_is_whole(seed: int) -> None:
     maker = Maker(random.Random(seed), 4096)

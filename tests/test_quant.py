@@ -44,7 +44,7 @@ def test_e4m3_encodes_its_own_values() -> None:
     np.testing.assert_array_equal(quant.f32_to_e4m3(quant.e4m3_table())[:255], np.arange(255))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.floats(-600, 600, width=32) | st.sampled_from([0.0, -0.0, 2.0**-10, 3 * 2.0**-10, 464.0, 1e38, -1e38]))
 def test_e4m3_encodes_to_the_nearest_even(value: float) -> None:
     byte = int(quant.f32_to_e4m3(np.array([value], np.float32))[0])
@@ -54,7 +54,7 @@ def test_e4m3_encodes_to_the_nearest_even(value: float) -> None:
     assert byte == min(finite, key=lambda b: (abs(Fraction(e4m3_value(b)) - Fraction(clipped)), b & 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(floats)
 def test_bf16_rounds_to_the_nearest_even(value: float) -> None:
     (bits,) = quant.f32_to_bf16(np.array([value], np.float32))
@@ -83,7 +83,7 @@ def test_fp8_blocks_with_ragged_edges(rows: int, cols: int) -> None:
     np.testing.assert_array_equal(quant.dequantise(Matrix("fp8", rows, cols, data, scale)), expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(shapes, st.integers(0, 99))
 def test_fp8_round_trip(shape: tuple[int, int], seed: int) -> None:
     w = random_matrix(*shape, seed)
@@ -112,7 +112,7 @@ def naive_int4(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return packed, scales, values
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 5), st.integers(1, 200), st.integers(0, 99))
 def test_int4_equals_the_naive_one(rows: int, cols: int, seed: int) -> None:
     w = random_matrix(rows, cols, seed)
@@ -129,7 +129,7 @@ def test_int4_reads_level_minus_eight_and_zero_rows() -> None:
     assert data.tolist() == [[0x88, 0x88]] and scale.tolist() == [[np.float32(1e-8)]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 5), st.integers(1, 200), st.integers(0, 99))
 def test_int8_equals_the_naive_one(rows: int, cols: int, seed: int) -> None:
     w = random_matrix(rows, cols, seed)

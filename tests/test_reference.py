@@ -20,7 +20,7 @@ from glm53serve.model.weights import MatrixFormat
 Rows = NDArray[np.float64]
 
 seeds = st.integers(0, 2**32 - 1)
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 
 
 def kda_rows(rng: np.random.Generator, count: int, heads: int, width: int, decay: float) -> tuple[Rows, ...]:
