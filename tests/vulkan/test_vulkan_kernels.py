@@ -124,6 +124,7 @@ def test_router_with_ties(device: Device, groups: int, keep: int, norm: bool) ->
     bias[:] = np.where(np.arange(experts) % 2, bias, bias[0])
     logits = np.zeros((rows, 64), np.float32)
     logits[:, :experts] = (x.astype(np.float32) @ router.astype(np.float32).T).astype(np.float32)
+    logits[:, [4, 9]] = logits[:, [1]]  # a library's product of equal rows may differ in the last bit
     bench = Bench(device, [(1, i) for i in range(rows)])
     ids, weights, uses = bench.buffer(np.zeros((rows, topk), np.uint32)), bench.empty(rows, topk), bench.buffer(np.zeros((2, 3, experts), np.uint32))
     push = struct.pack("6If", 64, topk, keep, norm, 3 * experts, experts, 2.5)
