@@ -20,12 +20,12 @@ from glm53serve.model.synth import synth
 from glm53serve.oneshot import teacher_forced
 from glm53serve.serve.daemon import Daemon
 from glm53serve.settings import Settings
-from harness.frames import FrameParser, ProtocolViolation
+from harness.frames import Frame, FrameParser, ProtocolViolation
 from harness.ledger import Ledger, Turn
+from tests.patience import PATIENCE
 
 CHUNK = 9
 CAPACITY = 256
-PATIENCE = 30.0
 
 
 def tiny_model(directory: Path, seed: int = 5) -> Path:
@@ -84,11 +84,12 @@ def count_asks(fresh: Fresh, prompt: bytes) -> int:
 
 
 class Served:
-    """A running daemon and the client's side of its pipes. `log` collects the verbose lines."""
+    """A running daemon and the client's side of its pipes. `log` collects the verbose lines, `frames` what came, in its order."""
 
     def __init__(self, loaded: Loaded, usage: Path, **variables: str) -> None:
         self.loaded = loaded
         self.ledger = Ledger()
+        self.frames: list[Frame] = []
         self.log: list[str] = []
         self.violation: Exception | None = None
         self._changed = threading.Condition()
@@ -114,6 +115,7 @@ class Served:
             with self._changed:
                 try:
                     for frame in self._parser.feed(data, time.monotonic()):
+                        self.frames.append(frame)
                         self.ledger.feed(frame)
                 except (ProtocolViolation, AssertionError) as error:
                     self.violation = error
@@ -189,7 +191,7 @@ def same(said: Sequence[tuple[bytes, float]], wanted: Sequence[tuple[bytes, floa
 
 
 @contextmanager
-def at_ask(served: Served, number: int, action: Callable[[], None]) -> Iterator[None]:
+def at_ask(served: Served, number: int, action: Callable[[], object]) -> Iterator[None]:
     """Do something, in the engine's thread, at the n-th halt question of prompt chunks from now on."""
     engine = served.loaded.engine
     original = type(engine).forward_span
@@ -210,6 +212,18 @@ def at_ask(served: Served, number: int, action: Callable[[], None]) -> Iterator[
         yield
     finally:
         type(engine).forward_span = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def in_flight_together(served: Served) -> Iterator[None]:
+    """The engine's thread waits in the first prompt chunk that is submitted inside until every turn that is submitted inside is accepted."""
+    accepted = threading.Event()
+    with at_ask(served, 1, lambda: accepted.wait(PATIENCE)):
+        try:
+            yield
+            served.wait_until(lambda: all(turn.accept is not None for turn in served.ledger.in_flight))
+        finally:
+            accepted.set()
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -158,17 +157,17 @@ def test_kill_and_resume(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "whole", shard_bytes=SMALL_SHARDS)
     out = tmp_path / "out"
     program = (
-        "import sys,time; from pathlib import Path; import glm53serve.model.convert as c; made = c._made\n"
-        "def slow(work): time.sleep(0.02); return made(work)\n"
-        f"c._made = slow; c.convert(Path(sys.argv[1]), Path(sys.argv[2]), threads=1, shard_bytes={SMALL_SHARDS})"
+        "import sys, time; from pathlib import Path; import glm53serve.model.convert as c; made, out = c._made, Path(sys.argv[2])\n"
+        "def stops(work):\n"
+        "    while len(list(out.glob('*.safetensors'))) >= 4: print('four', flush=True); time.sleep(600)\n"
+        "    return made(work)\n"
+        f"c._made = stops; c.convert(Path(sys.argv[1]), out, threads=1, shard_bytes={SMALL_SHARDS})"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, str(source), str(out)], stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 30
-    while len(list(out.glob("*.safetensors"))) < 2 and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.01)
+    process = subprocess.Popen([sys.executable, "-c", program, str(source), str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"four\n"
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert process.returncode == -signal.SIGKILL, "it was to be killed in the middle"
+    assert process.returncode == -signal.SIGKILL
     finished = {p.name: p.stat().st_mtime_ns for p in out.glob("*.safetensors")}
     assert finished and not (out / "config.json").exists()
     with pytest.raises(ModelError):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from glm53serve.engine.decode_loop import DecodeLoop
-from tests.served import CHUNK, Fresh, Served, at_ask, load_tiny, same, tiny_model
+from harness.frames import Data
+from tests.served import CHUNK, Fresh, Served, at_ask, in_flight_together, load_tiny, same, tiny_model
 from tests.step_device import EngineStepDevice
 
 PROMPTS = [b"one two", b"three", b"4 5 6", b"seven eight nine", b"t"]
@@ -47,7 +48,8 @@ def start(model: Path, usage: Path) -> tuple[Served, SmallDevice]:
 def test_more_turns_than_the_device_has_rows(model: Path, fresh: Fresh, tmp_path: Path) -> None:
     served, _ = start(model, tmp_path / "usage")
     for _ in range(2):
-        turns = [served.submit(prompt, slot, max_tokens=30 + 5 * slot, logprobs=0) for slot, prompt in enumerate(PROMPTS)]
+        with in_flight_together(served):
+            turns = [served.submit(prompt, slot, max_tokens=30 + 5 * slot, logprobs=0) for slot, prompt in enumerate(PROMPTS)]
         for turn, prompt in zip(turns, PROMPTS, strict=True):
             served.wait(turn)
             assert turn.outcome == "DONE" and turn.text == b"".join(text for text, _ in fresh.answer(prompt, turn.max_tokens))
@@ -69,13 +71,14 @@ def test_a_device_that_fails_costs_its_turns_and_nothing_else(model: Path, fresh
 
 def test_a_long_prompt_leaves_a_step_to_the_others_after_every_chunk(model: Path, fresh: Fresh, tmp_path: Path) -> None:
     served, _ = start(model, tmp_path / "usage")
-    first = served.submit(PROMPTS[0], 0, max_tokens=60, logprobs=0)
-    served.wait_until(lambda: len(first.tokens) >= 2)
     long = bytes(b"abcdefghij klmnop"[i * i % 17] for i in range(12 * CHUNK))
-    second = served.wait(served.submit(long, 1, max_tokens=2, logprobs=0))
+    with in_flight_together(served):
+        first = served.submit(PROMPTS[0], 0, max_tokens=60, logprobs=0)
+        second = served.submit(long, 1, max_tokens=2, logprobs=0)
+    served.wait(second)
     served.wait(first)
-    assert second.accept is not None
-    between = sum(second.accept.at < frame.at < second.tokens[0].at for frame in first.tokens)
+    before = next(at for at, frame in enumerate(served.frames) if frame is second.tokens[0])
+    between = sum(isinstance(frame, Data) and frame.id == first.id for frame in served.frames[:before])
     assert between >= 10, f"{between} tokens during 12 chunks"
     assert first.text == b"".join(text for text, _ in fresh.answer(PROMPTS[0], 60))
     assert served.close() == 0

@@ -10,19 +10,31 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from glm53serve.model.synth import synth
 from harness.client import prompt_frame
 from harness.engine_process import child_environment
+from tests.patience import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 MODEL = Path(__file__).resolve().parent.parent / "glm53serve" / "data" / "glm53-nano"
 PROGRAM = "import sys; from glm53serve.cli import main_drop_in; sys.exit(main_drop_in(['0']))"
-PATIENCE = 60.0
+LONG = 100_000
+"""Tokens of an answer that no pause of this process outlasts."""
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables of a daemon whose answers find no end before LONG."""
+    directory = tmp_path_factory.mktemp("endless")
+    synth(directory, "tiny", seed=3)
+    return {"SNAP": str(directory), "GLM53_MAXT": str(LONG + 20_000)}
 
 
 @contextmanager
@@ -54,11 +66,17 @@ def read_until(fd: int, wanted: bytes) -> bytes:
     return out
 
 
-def end(process: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTERM) -> tuple[int, float]:
-    """Signal it: exit code and seconds."""
+def end(process: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTERM) -> float:
+    """Signal it: seconds to exit 0."""
     began = time.monotonic()
     process.send_signal(number)
-    return process.wait(20), time.monotonic() - began
+    assert process.wait(PATIENCE) == 0
+    return time.monotonic() - began
+
+
+def soon(seconds: Callable[[], float]) -> bool:
+    """Whether the end comes within 2 s; what holds it up does so every time, a machine that stands still does not."""
+    return any(seconds() < 2.0 for _ in range(5))
 
 
 @pytest.mark.parametrize("closed", [c for n in range(4) for c in itertools.combinations((0, 1, 2), n)])
@@ -75,11 +93,11 @@ def test_started_without_standard_descriptors(tmp_path: Path, closed: tuple[int,
         assert (b"DONE 1 " in out) == (not {0, 1} & set(closed))
 
 
-def test_no_terminal_frame_after_a_signal_even_to_a_peer_that_reads_late(tmp_path: Path) -> None:
-    with engine(tmp_path) as process:
+def test_no_terminal_frame_after_a_signal_even_to_a_peer_that_reads_late(tmp_path: Path, endless: dict[str, str]) -> None:
+    with engine(tmp_path, env=endless) as process:
         assert process.stdin is not None and process.stdout is not None
         read_until(process.stdout.fileno(), b"EMAP")
-        process.stdin.write(prompt_frame(1, 0, b"abc", 4000) + prompt_frame(2, 1, b"hello " * 1000, 4000))
+        process.stdin.write(prompt_frame(1, 0, b"abc", LONG) + prompt_frame(2, 1, b"hello " * 3000, LONG))
         read_until(process.stdout.fileno(), b"ACCEPT 2")
         time.sleep(0.05)
         process.stdin.write(b"CANCEL 7\n" * 8000)  # fills the pipe, so that frames wait while the end begins
@@ -88,36 +106,42 @@ def test_no_terminal_frame_after_a_signal_even_to_a_peer_that_reads_late(tmp_pat
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         out = process.stdout.read()
-        assert process.wait(5) == 0
+        assert process.wait(PATIENCE) == 0
         ends = [line for line in out.split(b"\n") if line.startswith((b"DONE", b"ERROR 1 ", b"ERROR 2 "))]
         assert not ends
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_terminal_that_takes_nothing_does_not_hold_the_end_up(tmp_path: Path, number: signal.Signals) -> None:
-    master, slave = pty.openpty()
-    with engine(tmp_path, stdout=slave) as process:
-        os.close(slave)
-        assert process.stdin is not None
-        read_until(master, b"EMAP")
-        process.stdin.write(b"CANCEL 7\n" * 5000)
-        time.sleep(0.3)
-        code, seconds = end(process, number)
-        assert code == 0 and seconds < 2.0
-    os.close(master)
+    def seconds() -> float:
+        master, slave = pty.openpty()
+        try:
+            with engine(tmp_path, stdout=slave) as process:
+                os.close(slave)
+                assert process.stdin is not None
+                read_until(master, b"EMAP")
+                process.stdin.write(b"CANCEL 7\n" * 5000)
+                time.sleep(0.3)
+                return end(process, number)
+        finally:
+            os.close(master)
+
+    assert soon(seconds)
 
 
-def test_an_unread_stderr_holds_nothing_up(tmp_path: Path) -> None:
-    with engine(tmp_path) as process:
-        assert process.stdin is not None and process.stdout is not None
-        read_until(process.stdout.fileno(), b"EMAP")
-        process.stdin.write(b"what a line is this, which nobody knows and everybody ignores\n" * 3000)
-        process.stdin.write(prompt_frame(1, 0, b"abc", 4000))
-        read_until(process.stdout.fileno(), b"DATA 1 ")
-        process.stdin.write(b"CANCEL 1\n")
-        read_until(process.stdout.fileno(), b"ERROR 1 CANCELLED")
-        code, seconds = end(process)
-        assert code == 0 and seconds < 2.0
+def test_an_unread_stderr_holds_nothing_up(tmp_path: Path, endless: dict[str, str]) -> None:
+    def seconds() -> float:
+        with engine(tmp_path, env=endless) as process:
+            assert process.stdin is not None and process.stdout is not None
+            read_until(process.stdout.fileno(), b"EMAP")
+            process.stdin.write(b"what a line is this, which nobody knows and everybody ignores\n" * 3000)
+            process.stdin.write(prompt_frame(1, 0, b"abc", LONG))
+            read_until(process.stdout.fileno(), b"DATA 1 ")
+            process.stdin.write(b"CANCEL 1\n")
+            read_until(process.stdout.fileno(), b"ERROR 1 CANCELLED")
+            return end(process)
+
+    assert soon(seconds)
 
 
 def test_an_interrupt_is_for_whoever_owns_the_terminal(tmp_path: Path) -> None:

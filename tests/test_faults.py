@@ -9,7 +9,7 @@ import pytest
 
 from glm53serve.engine.faults import FaultError, Faults
 from glm53serve.engine.seam import DeviceLost
-from tests.served import Fresh, Served, load_tiny, same, tiny_model
+from tests.served import Fresh, Served, in_flight_together, load_tiny, same, tiny_model
 
 PRIME = b"0123456789"
 LONG = bytes(b"abcdefghijklmnopqrstuvwxyz"[i * i % 26] for i in range(80))
@@ -64,9 +64,17 @@ def test_no_memory_for_the_snapshot_is_said_once_and_serves_on(serve: Callable[.
 
 def test_a_failing_step_empties_its_slots_and_ends_their_turns(serve: Callable[..., Served], fresh: Fresh) -> None:
     served = serve(2)
-    first, second = served.submit(PRIME, 0, 40), served.submit(LONG, 1, 40)
-    served.wait_until(lambda: len(first.tokens) >= 2 and len(second.tokens) >= 2)
-    served.loaded.engine.faults = Faults("layer:1")
+
+    class WhenBothDecode(Faults):
+        """The first layer of a step that both turns are in, some tokens after their first."""
+
+        def watches(self, site: str) -> bool:
+            turns = served.daemon._desk.decoding()
+            return super().watches(site) and len(turns) == 2 and all(turn.emitted > 2 for turn in turns)
+
+    served.loaded.engine.faults = WhenBothDecode("layer:1")
+    with in_flight_together(served):
+        first, second = served.submit(PRIME, 0, 40), served.submit(LONG, 1, 40)
     served.wait(first)
     served.wait(second)
     assert {first.outcome, second.outcome} == {"INTERNAL"}

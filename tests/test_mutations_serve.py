@@ -21,7 +21,8 @@ from glm53serve.engine.slots import Checkpoint, CheckpointPool, Slot
 from glm53serve.serve.protocol import Parser
 from glm53serve.serve.turns import Desk, End
 from harness.ledger import Turn
-from tests.served import PATIENCE, Fresh, Served, at_ask, cancel_at_ask, count_asks, load_tiny, same, tiny_model
+from tests.patience import PATIENCE
+from tests.served import Fresh, Served, at_ask, cancel_at_ask, count_asks, in_flight_together, load_tiny, same, tiny_model
 
 PRIME = b"abcdefghij"
 LONG = bytes(b"klmnopqrstuvwxyz 0123456789"[i * i % 27] for i in range(90))
@@ -144,7 +145,8 @@ def rows_of_a_batch_keep_their_slots(serve: Callable[..., Served], fresh: Fresh)
     """Three slots decode together, the first ends early, the others go on in a smaller batch: every answer is the fresh one's."""
     served = serve(3)
     prompts = [PRIME, LONG[:31], LONG[7:50]]
-    turns = [served.submit(prompt, slot, (2, 9, 9)[slot]) for slot, prompt in enumerate(prompts)]
+    with in_flight_together(served):
+        turns = [served.submit(prompt, slot, (2, 9, 9)[slot]) for slot, prompt in enumerate(prompts)]
     for turn, prompt in zip(turns, prompts, strict=True):
         served.wait(turn)
         assert same(served.said(turn), fresh.answer(prompt, turn.max_tokens)), turn

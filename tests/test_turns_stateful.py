@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from glm53serve.engine.decode_loop import DecodeLoop
+from glm53serve.engine.engine import Engine
 from harness.ledger import Turn
+from tests.patience import PATIENCE
 from tests.served import CAPACITY, Fresh, Served, cancel_at_ask, load_tiny, same, tiny_model
 from tests.step_device import EngineStepDevice
 
@@ -58,8 +64,34 @@ def _next_prompt(rng: random.Random, history: bytes, pinned: bytes) -> bytes:
     return prompt[: CAPACITY - 20] or some
 
 
-def _wait_for_tokens(served: Served, turn: Turn, count: int) -> None:
+def _end_after(served: Served, turn: Turn, count: int, how: Callable[[Turn], None]) -> None:
+    """CANCEL or STOP a turn that `held_at` holds after `count` tokens, or that has ended before."""
     served.wait_until(lambda: turn.ended or len(turn.tokens) >= count)
+    how(turn)
+    desk, until = served.daemon._desk, time.monotonic() + PATIENCE
+    while not turn.ended and (known := desk._turns.get(turn.id)) is not None and not (known.cancelled or known.stopped):
+        assert time.monotonic() < until, "the frame was not read"
+        time.sleep(0.001)
+
+
+@contextmanager
+def held_at(served: Served, slot: int, count: int) -> Iterator[None]:
+    """The engine's thread computes nothing more once the turn on a slot has sent `count` tokens, until the block is left."""
+    engine, go_on = served.loaded.engine, threading.Event()
+    original = type(engine).run_layers
+
+    def run_layers(self: Engine, *arguments: Any) -> Any:
+        turn = served.daemon._desk._slots.get(slot)
+        if turn is not None and turn.emitted >= count:
+            assert go_on.wait(PATIENCE)
+        return original(self, *arguments)
+
+    type(engine).run_layers = run_layers  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        type(engine).run_layers = original  # type: ignore[method-assign]
+        go_on.set()
 
 
 @pytest.mark.parametrize("seed", [1])
@@ -72,15 +104,16 @@ def test_every_answer_is_a_fresh_engines(served: Served, fresh: Fresh, seed: int
         what = rng.choice(("answer", "answer", "halt", "cancel", "stop"))
         turns = []
         halts = served.halted()
-        with cancel_at_ask(served, rng.randint(1, 60) if what == "halt" else 0) as hit:
-            for slot in slots:
-                prompt = _next_prompt(rng, history[slot], pinned[slot])
-                pin = rng.random() < 0.25
-                turns.append((served.submit(prompt, slot, rng.randint(1, 6), rng.choice((0, 1)), int(pin)), prompt, pin))
-            if what in ("cancel", "stop"):
-                victim = rng.choice(turns)[0]
-                _wait_for_tokens(served, victim, rng.randint(0, 3))
-                served.cancel(victim) if what == "cancel" else served.stop(victim)
+        ends = what in ("cancel", "stop")
+        victim, after = rng.randrange(len(slots)), rng.randint(0, 3)
+        with cancel_at_ask(served, rng.randint(1, 25) if what == "halt" else 0) as hit:
+            with held_at(served, slots[victim], after) if ends else nullcontext():
+                for slot in slots:
+                    prompt = _next_prompt(rng, history[slot], pinned[slot])
+                    pin = rng.random() < 0.25
+                    turns.append((served.submit(prompt, slot, rng.randint(1, 6), rng.choice((0, 1)), int(pin)), prompt, pin))
+                if ends:
+                    _end_after(served, turns[victim][0], after, served.cancel if what == "cancel" else served.stop)
             for turn, _, _ in turns:
                 served.wait(turn)
         for turn, prompt, pin in turns:
