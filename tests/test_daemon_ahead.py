@@ -9,7 +9,8 @@ import pytest
 
 from glm53serve.engine.decode_loop import DecodeLoop
 from harness.frames import Data
-from tests.served import CHUNK, Fresh, Served, at_ask, in_flight_together, load_tiny, same, tiny_model
+from tests.patience import PATIENCE
+from tests.served import CHUNK, Fresh, Served, at_ask, count_asks, in_flight_together, load_tiny, same, tiny_model
 from tests.step_device import EngineStepDevice
 
 PROMPTS = [b"one two", b"three", b"4 5 6", b"seven eight nine", b"t"]
@@ -87,17 +88,18 @@ def test_a_long_prompt_leaves_a_step_to_the_others_after_every_chunk(model: Path
 @pytest.mark.parametrize("how", ["CANCEL", "STOP"])
 def test_an_end_does_not_wait_for_another_prompts_chunk(how: str, model: Path, fresh: Fresh, tmp_path: Path) -> None:
     served, _ = start(model, tmp_path / "usage")
-    first = served.submit(PROMPTS[0], 0, max_tokens=240, logprobs=0)
-    served.wait_until(lambda: len(first.tokens) >= 2)
     ended_inside: list[bool] = []
 
     def end() -> None:
         (served.cancel if how == "CANCEL" else served.stop)(first)
         with served._changed:
-            ended_inside.append(served._changed.wait_for(lambda: first.ended, 5))
+            ended_inside.append(served._changed.wait_for(lambda: first.ended, PATIENCE))
 
-    with at_ask(served, 3, end):
-        second = served.wait(served.submit(PROMPTS[3] * 3, 1, max_tokens=6))
+    with at_ask(served, 2 * count_asks(fresh, PROMPTS[0]) + 3, end):  # in the other prompt's second chunk
+        with in_flight_together(served):
+            first = served.submit(PROMPTS[0], 0, max_tokens=240, logprobs=0)
+            second = served.submit(PROMPTS[3] * 3, 1, max_tokens=6)
+        served.wait(second)
     assert ended_inside == [True]
     assert same(served.said(second), fresh.answer(PROMPTS[3] * 3, 6))
     assert first.outcome == ("CANCELLED" if how == "CANCEL" else "DONE") and first.accept is not None
