@@ -34,14 +34,14 @@ def stream(loaded: Loaded, ids: Sequence[int], max_tokens: int, sampling: Sampli
     engine = loaded.engine
     slot = engine.slots[0]
     engine.empty(slot)
-    logits = _prefill(loaded, ids)[-1]
+    logits, token = _prefill(loaded, ids), -1
     for number in range(min(max_tokens, engine.capacity - len(ids))):
+        if number:
+            logits = engine.forward_step([(slot, token)])[0][0]
         token = choose(logits, sampling, number)
         if token in loaded.stop_ids:
             return
         yield token
-        if slot.filled + 1 < engine.capacity:
-            logits = engine.forward_step([(slot, token)])[0][0]
 
 
 def teacher_forced(loaded: Loaded, ids: Sequence[int]) -> tuple[list[int], NDArray[np.float32]]:
@@ -72,12 +72,10 @@ def greedy(loaded: Loaded, logits: NDArray[np.float32], count: int) -> tuple[lis
 
 
 def _prefill(loaded: Loaded, ids: Sequence[int]) -> NDArray[np.float32]:
-    """Compute a prompt in the engine's chunks; the last row of logits as [1, V]."""
+    """Compute a prompt (not empty) in the engine's chunks; the last row of logits [V]."""
     engine, slot = loaded.engine, loaded.engine.slots[0]
-    logits = np.zeros((1, loaded.checkpoint.config.vocab_size), np.float32)
-    for start in range(0, len(ids), engine.chunk):
-        logits = engine.forward_prefill(slot, ids[start : start + engine.chunk]).logits[None]
-    return logits
+    rows = [engine.forward_prefill(slot, ids[start : start + engine.chunk]).logits for start in range(0, len(ids), engine.chunk)]
+    return rows[-1]
 
 
 def _prefill_rows(loaded: Loaded, ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:

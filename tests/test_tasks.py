@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from glm53serve.engine.engine import Engine
 from glm53serve.engine.sampling import Sampling
 from glm53serve.load import Loaded, load, shipped_model
 from glm53serve.oneshot import stream, teacher_forced
@@ -91,3 +93,20 @@ def test_logits_are_the_oracles(prompt: str, tolerance: float) -> None:
     wanted = golden[f"{prompt}_logits_f64"]
     assert np.abs(last - wanted[-1]).max() <= tolerance
     assert [best[i] for i in golden[f"{prompt}_rows"]] == wanted.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("budget", [5, 400], ids=["by its budget", "by the capacity"])
+def test_an_answer_that_is_cut_takes_no_step_more_than_it_has_tokens_to_feed(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(shipped_model(), Settings.from_environ({"GLM53_MAXT": "64"}), slots=1, specials_stop=False)
+    steps, original = 0, Engine.forward_step
+
+    def counted(self: Engine, *rows: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return original(self, *rows)
+
+    monkeypatch.setattr(Engine, "forward_step", counted)
+    ids = loaded.tokenizer.encode(b"[gMASK]<sop><|user|>Tell me a story about a fox.<|assistant|></think>")
+    wanted = min(budget, 64 - len(ids))
+    assert len(list(stream(loaded, ids, budget, Sampling()))) == wanted
+    assert steps == wanted - 1
