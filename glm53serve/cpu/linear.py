@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm53serve.model.quant import dequantise, requantise
-from glm53serve.model.weights import FfnWeights, Matrix
+from glm53serve.model.weights import Matrix, stacked
 
 F32 = NDArray[np.float32]
 
@@ -22,15 +22,7 @@ def stack(matrices: Sequence[Matrix]) -> list[Matrix]:
             runs[-1].append(m)
         else:
             runs.append([m])
-    return [_merged(run) for run in runs]
-
-
-def _merged(run: Sequence[Matrix]) -> Matrix:
-    if len(run) == 1:
-        return run[0]
-    scales = [m.scale for m in run if m.scale is not None]
-    data = np.concatenate([m.data for m in run])
-    return Matrix(run[0].format, sum(m.rows for m in run), run[0].cols, data, np.concatenate(scales) if scales else None)
+    return [stacked(run) for run in runs]
 
 
 def multiply(x: F32, w: Matrix) -> F32:
@@ -60,10 +52,3 @@ class Linear:
     def split(self, x: F32) -> list[F32]:
         """The same, one view per matrix."""
         return np.split(self(x), self.ends[:-1], axis=1)
-
-
-def feed_forward(x: F32, w: FfnWeights, limit: float) -> F32:
-    """Clamped SwiGLU over matrices as stored (model spec 6)."""
-    from glm53serve.model.reference_math import clamped_swiglu
-
-    return multiply(clamped_swiglu(multiply(x, w.gate), multiply(x, w.up), limit), w.down)

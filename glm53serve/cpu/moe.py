@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from glm53serve.cpu.linear import Linear, feed_forward
+from glm53serve.cpu.linear import Linear, multiply
 from glm53serve.engine.seam import Halt, Halted, Meter
 from glm53serve.experts.supply import supply_of
 from glm53serve.model import reference_math as m
@@ -15,6 +15,11 @@ from glm53serve.model.config import ModelConfig
 from glm53serve.model.weights import ExpertSource, FfnWeights, MoeWeights
 
 F32 = NDArray[np.float32]
+
+
+def feed_forward(x: F32, w: FfnWeights, limit: float) -> F32:
+    """Clamped SwiGLU over matrices as stored: rows x [rows, H] -> [rows, H]."""
+    return multiply(m.clamped_swiglu(multiply(x, w.gate), multiply(x, w.up), limit), w.down)
 
 
 class DenseFfn:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from glm53serve.cpu.state import padded
 from glm53serve.model.quant import dequantise, requantise
-from glm53serve.model.weights import FfnWeights, Matrix, MatrixFormat
+from glm53serve.model.weights import FfnWeights, Matrix, MatrixFormat, stacked
 
 GROUP = 64
 KINDS: dict[MatrixFormat, int] = {"f32": 0, "bf16": 1, "int8": 2, "fp8": 3, "int4": 4}
@@ -106,15 +106,7 @@ def pack_dense(matrices: Sequence[tuple[Matrix, int]], bits: int) -> list[Packed
             parts[-1].append(m)
         else:
             parts.append([m])
-    return [pack(_merged(run), bits < 32) for run in parts]
-
-
-def _merged(run: Sequence[Matrix]) -> Matrix:
-    if len(run) == 1:
-        return run[0]
-    scales = [m.scale for m in run if m.scale is not None]
-    data = np.concatenate([m.data for m in run])
-    return Matrix(run[0].format, sum(m.rows for m in run), run[0].cols, data, np.concatenate(scales) if scales else None)
+    return [pack(stacked(run), bits < 32) for run in parts]
 
 
 def pack_expert(w: FfnWeights, bits: int) -> tuple[Packed, Packed, Packed]:

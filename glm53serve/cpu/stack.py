@@ -18,7 +18,7 @@ from glm53serve.cpu.memory import RUN_ROWS, ChunkMemory, GroupMemory, RunMemory,
 from glm53serve.cpu.packing import GROUP, INT4, INT4_Q16, Packed
 from glm53serve.cpu.plain import Count
 from glm53serve.cpu.program import Cell, Program
-from glm53serve.cpu.rows import GROUP_ROWS, Group, row_groups
+from glm53serve.cpu.rows import Group, row_groups
 from glm53serve.cpu.state import SlotState
 from glm53serve.engine.seam import Batch, Halt, Halted, Meter, never
 from glm53serve.experts.supply import supply_of
@@ -282,5 +282,3 @@ class CompiledStack:
         layer.moe.table[expert] = held.record
         return held
 
-
-__all__ = ["GROUP_ROWS", "CompiledStack"]

@@ -36,11 +36,6 @@ class Cost:
         self.attention += other.attention * share
         self.head += other.head * share
 
-    @property
-    def total(self) -> float:
-        """All forward time."""
-        return self.disk + self.experts + self.attention + self.head
-
 
 @dataclass(slots=True)
 class ChunkResult:

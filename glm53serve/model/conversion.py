@@ -28,8 +28,6 @@ from glm53serve.model.weights import MatrixFormat
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 DTYPES: dict[MatrixFormat, str] = {"f32": "F32", "bf16": "BF16", "int8": "I8", "int4": "U8"}
-F32_ENDINGS = ("dt_bias", "A_log", "e_score_correction_bias", "index_kpool_compress_ape", "norm.weight", "norm.bias", "_fn", "_base", "_scale")
-"""Small tensors that the int4 container stores as F32."""
 ALWAYS_BF16 = ("embed_tokens.weight", ".b_proj.weight")
 """Rows that are looked up and a tiny matrix whose rounding changes decays: never narrowed."""
 COPY_BYTES = 64 << 20
@@ -98,11 +96,6 @@ def _add(plan: Conversion, work: Work) -> tuple[Entry, ...]:
     return work.entries
 
 
-def disk_name(name: str) -> str:
-    """The name in files we write."""
-    return name if name.startswith("lm_head.") else layout.PREFIXES[0] + name
-
-
 def result_format(stored: MatrixFormat, bits: int) -> MatrixFormat:
     """The format `requantise` gives: what is already narrower stays."""
     if bits == 16:
@@ -111,7 +104,7 @@ def result_format(stored: MatrixFormat, bits: int) -> MatrixFormat:
 
 
 def _matrix_work(plan: Conversion, name: str, stored: StoredMatrix, bits: int) -> Work:
-    fmt, disk = result_format(stored.format, bits), disk_name(name)
+    fmt, disk = result_format(stored.format, bits), layout.disk_name(name)
     shape: tuple[int, ...] = (stored.rows, data_cols(fmt, stored.cols))
     scales = scale_shape(fmt, stored.rows, stored.cols)
     entries: tuple[Entry, ...] = (Entry(disk, DTYPES[fmt], shape),)
@@ -132,13 +125,13 @@ def _matrix_work(plan: Conversion, name: str, stored: StoredMatrix, bits: int) -
 
 
 def _small_work(plan: Conversion, name: str, need: Need, tensor: TensorInfo) -> Work:
-    wide = tensor.dtype == "F32" or name.endswith(F32_ENDINGS)
+    wide = tensor.dtype == "F32" or name.endswith(layout.CONTAINER_F32)
 
     def make() -> Iterator[NDArray[Any]]:
         values = plan.checkpoint.small(name, need)
         yield values if wide else np.ascontiguousarray((values.view(np.uint32) >> 16).astype(np.uint16))
 
-    return Work((Entry(disk_name(name), "F32" if wide else "BF16", need.shape),), make)
+    return Work((Entry(layout.disk_name(name), "F32" if wide else "BF16", need.shape),), make)
 
 
 def _copied(plan: Conversion, tensor: TensorInfo) -> Work:

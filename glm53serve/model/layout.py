@@ -15,6 +15,8 @@ VISION_PREFIX = "model.visual."
 PACKED_GATE_UP = "mlp.experts.gate_up_proj"
 PACKED_DOWN = "mlp.experts.down_proj"
 FUSED_CONV = "self_attn.conv1d.weight"
+CONTAINER_F32 = ("dt_bias", "A_log", "e_score_correction_bias", "index_kpool_compress_ape", "norm.weight", "norm.bias", "_fn", "_base", "_scale")
+"""Ends of the names of small tensors that the int4 container stores as F32 (model spec 9)."""
 _RENAMED = ((".attn_hc.", ".hc_attn_"), (".ffn_hc.", ".hc_ffn_"), (".self_attn.forget_gate.", ".self_attn."))
 
 
@@ -49,6 +51,11 @@ def canonical(name: str) -> str | None:
         for there, ours in _RENAMED:
             rest = rest.replace(there, ours, 1)
     return rest
+
+
+def disk_name(name: str) -> str:
+    """The name of a canonical one in files we write."""
+    return name if name.startswith("lm_head.") else PREFIXES[0] + name
 
 
 def end_needs(c: ModelConfig, head: bool) -> Needs:

@@ -34,9 +34,8 @@ BLOCK_VALUES = 1 << 20
 SQRT3 = sqrt(3.0)
 # standard deviation of the stored levels; int4 has -7..7 with 0 twice, since a uniform -8..7 would have a mean
 _LEVEL_SPREAD = {"U8": sqrt(sum(2 * level * level for level in range(1, 8)) / 16), "F8_E4M3": float(E4M3_MAX) / SQRT3}
-# stored as F32 in the files (model spec 2, and 9 for the int4 container)
+# stored as F32 in the published files (model spec 2)
 _F32_ENDINGS = ("_base", "_scale", "dt_bias", "A_log", "e_score_correction_bias")
-_F32_ENDINGS_INT4 = (*_F32_ENDINGS, "_fn", "index_kpool_compress_ape", "norm.weight", ".bias")
 _FP8_ATTENTION = ("q_a_proj.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight", "o_proj.weight")
 # uniform ranges of tensors that are not matrices, by the end of the name; the first that fits
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -110,9 +109,9 @@ def plan(config: ModelConfig, fmt: str) -> tuple[list[Unit], dict[str, Draw]]:
 
 def _entries(name: str, need: Need, stored: str, fmt: str) -> tuple[Entry, ...]:
     """The tensor, and its scale tensor when a matrix is stored in a quantised format."""
-    disk = name if name.startswith("lm_head.") else layout.PREFIXES[0] + name
+    disk = layout.disk_name(name)
     if not need.matrix:
-        f32 = name.endswith(_F32_ENDINGS_INT4 if fmt == "int4" else _F32_ENDINGS)
+        f32 = name.endswith(layout.CONTAINER_F32 if fmt == "int4" else _F32_ENDINGS)
         return (Entry(disk, "F32" if f32 else "BF16", need.shape),)
     kind = MATRIX_FORMATS[stored]
     rows, cols = need.shape

@@ -16,7 +16,6 @@ from glm53serve.vulkan.rows import HostState, SlotRows
 
 F32 = NDArray[np.float32]
 Side = Literal["device", "host"]
-OTHER: dict[Side, Side] = {"device": "host", "host": "device"}
 
 
 @dataclass(slots=True)
