@@ -27,8 +27,10 @@ from glm53serve.model.synth import synth
 class Disks:
     """Disks that serve their reads one after another, `seconds` each, and readers that always want more."""
 
-    def __init__(self, *seconds: float) -> None:
+    def __init__(self, *seconds: float, stall: float = 0.0) -> None:
+        """stall: seconds that every fiftieth read of the first disk takes longer."""
         self.seconds = list(seconds)
+        self.stall = stall
         self.now = 100.0
         self.copies = Copies(len(seconds), THREADS, lambda: self.now)
         self.free = [self.now] * len(seconds)
@@ -40,7 +42,8 @@ class Disks:
         began, done = self.now, 0
         while done < wanted:
             while len(self.ends) < THREADS * len(self.seconds) and (read := self.copies.begin()) is not None:
-                end = self.free[read.copy] = max(self.now, self.free[read.copy]) + self.seconds[read.copy]
+                stalled = self.stall if read.copy == 0 and self.reads[0] % 50 == 49 else 0.0
+                end = self.free[read.copy] = max(self.now, self.free[read.copy]) + self.seconds[read.copy] + stalled
                 heapq.heappush(self.ends, (end, self.reads.total(), read))
                 self.reads[read.copy] += 1
             self.now, _, read = heapq.heappop(self.ends)
@@ -63,6 +66,12 @@ def test_a_read_that_hangs_is_noticed_before_it_ends() -> None:
     alone, both = Disks(0.01).run(1000), Disks(0.01, 1e9)
     assert both.run(1000) <= 1.01 * alone
     assert both.reads[1] <= THREADS
+
+
+def test_a_disk_that_stalls_now_and_then_is_not_left_for_a_slow_one() -> None:
+    alone = Disks(0.01, stall=1.0).run(2000)
+    assert Disks(0.01, 0.1, stall=1.0).run(2000) <= alone
+    assert Disks(0.01, 0.03, stall=1.0).run(2000) <= 0.6 * alone, "the other one helps while it stalls, and only then"
 
 
 def test_a_copy_that_has_become_fast_is_found_out_about_and_one_that_became_slow_is_left() -> None:

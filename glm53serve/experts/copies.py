@@ -5,12 +5,14 @@ So equal disks share the reads, a slower one takes what the faster one would be 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from statistics import median
 from time import perf_counter
 
-NEWEST = 0.25
-"""Share of the newest read in a copy's mean."""
+LATEST = 5
+"""What a read takes is the middle of so many: a disk that stalls now and then is not a slow one."""
 REST_READS = 50
 """A copy that is passed over is tried again when as many of its reads would have fitted since its last one: that costs a fiftieth of the time."""
 REST_SECONDS = 1.0
@@ -30,23 +32,22 @@ class Read:
 
 @dataclass(slots=True)
 class _Copy:
-    """`seconds` a read takes when it has the copy to itself (a mean, None before the first), when the `last` one ended, whether it `failed`."""
+    """What the latest reads `took`, in seconds, each as if it had had the copy to itself; when the `last` one ended, and whether it `failed`."""
 
-    seconds: float | None = None
+    took: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
     last: float = 0.0
     failed: bool = False
     under_way: list[Read] = field(default_factory=list)
 
     def known(self, now: float) -> bool:
-        """Whether what the last reads took can be relied on; else the copy is worth a try."""
-        return self.seconds is not None and (bool(self.under_way) or now - self.last < max(REST_READS * self.seconds, REST_SECONDS))
+        """Whether what the latest reads took can be relied on; else the copy is worth a try."""
+        return bool(self.took) and (bool(self.under_way) or now - self.last < max(REST_READS * median(self.took), REST_SECONDS))
 
     def wait(self, now: float) -> tuple[bool, float, int]:
         """How long a read that begins now would take, for comparison: whether the copy fails, seconds, reads before it."""
         ahead, known = len(self.under_way), self.known(now)
         so_far = max((now - read.began for read in self.under_way), default=0.0) / max(ahead, 1)
-        mean = self.seconds if known and self.seconds is not None else 0.0
-        return known and self.failed, (ahead + 1) * max(mean, so_far), ahead
+        return known and self.failed, (ahead + 1) * max(median(self.took) if known else 0.0, so_far), ahead
 
 
 class Copies:
@@ -73,5 +74,6 @@ class Copies:
         copy, now = self._copies[read.copy], self._clock()
         copy.under_way.remove(read)
         copy.last, copy.failed = now, failed
-        took = (now - read.began) / read.beside
-        copy.seconds = took if copy.seconds is None or read.anew else (1 - NEWEST) * copy.seconds + NEWEST * took
+        if read.anew:
+            copy.took.clear()
+        copy.took.append((now - read.began) / read.beside)
