@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from glm53serve.engine.decode_loop import DecodeLoop
-from tests.served import Fresh, Served, at_ask, load_tiny, same, tiny_model
+from tests.patience import PATIENCE
+from tests.served import Fresh, Served, at_ask, count_asks, in_flight_together, load_tiny, same, tiny_model
 from tests.step_device import EngineStepDevice
 
 
@@ -47,23 +48,23 @@ def test_a_stop_beside_a_chunk_holds_up_no_cancel_and_has_its_hits(ahead: bool, 
         loaded.engine.ahead = DecodeLoop(EngineStepDevice(loaded.engine, random.Random(3)), depth=2)
     counts_when_idle(loaded.engine.backends[0])
     served = Served(loaded, tmp_path / "usage")
-    first = served.submit(b"one two", 0, max_tokens=240, logprobs=0)
-    served.wait_until(lambda: len(first.tokens) >= 2)
     ended_inside: list[bool] = []
 
     def end() -> None:
-        second = served.daemon._desk._prefilling
-        assert second is not None
+        running = served.daemon._desk._prefilling
+        assert running is not None
         served.stop(first)
-        served.ledger.cancelled(second.id)
-        served.raw(b"CANCEL %d\n" % second.id)
-        deadline = time.monotonic() + 5
-        while not (first.ended and second.cancelled) and time.monotonic() < deadline:
+        served.cancel(second)
+        deadline = time.monotonic() + PATIENCE
+        while not (first.ended and running.cancelled) and time.monotonic() < deadline:
             time.sleep(0.002)
-        ended_inside.append(first.ended and second.cancelled)
+        ended_inside.append(first.ended and running.cancelled)
 
-    with at_ask(served, 3, end):
-        second = served.wait(served.submit(b"and a prompt of several chunks", 1))
+    with at_ask(served, 2 * count_asks(fresh, b"one two") + 3, end):  # in the other prompt's second chunk
+        with in_flight_together(served):
+            first = served.submit(b"one two", 0, max_tokens=240, logprobs=0)
+            second = served.submit(b"and a prompt of several chunks", 1)
+        served.wait(second)
     assert ended_inside == [True] and first.outcome == "DONE" and second.outcome == "CANCELLED" and served.halted() == 1
     # all of its passes are in the HITS: the prompt's and those of the tokens fed back
     alone = served.wait(served.submit(b"one two", 2, max_tokens=len(first.tokens) + 1, logprobs=0))
