@@ -63,8 +63,8 @@ class Ahead:
         """The turns in the loop."""
         return [row.turn for row in self._rows.values() if row.turn.live]
 
-    def turn(self, turns: list[Turn], drain: bool) -> tuple[int, int]:
-        """Let new turns join, harvest what the device committed, end what ended. `drain`: nothing is outstanding afterwards, rows rest.
+    def turn(self, turns: list[Turn], drain: bool, rest: bool) -> tuple[int, int]:
+        """Let new turns join, harvest what the device committed, end what ended. `drain`: nothing is outstanding afterwards; `rest`: and rows rest.
 
         Returns (steps, rows) that were harvested.
         """
@@ -79,12 +79,12 @@ class Ahead:
         began = perf_counter()
         before = loop.harvested
         commits = loop.turn()
-        if drain:
+        if drain or rest:
             commits += loop.drain()
         seconds = perf_counter() - began
         latest = {commit.slot: number for number, commit in enumerate(commits)}
         for number, commit in enumerate(commits):
-            self._take(loop, commit, seconds / len(commits), rest=drain and latest[commit.slot] == number)
+            self._take(loop, commit, seconds / len(commits), rest=rest and latest[commit.slot] == number)
         for slot in loop.take_released():
             self._leave(loop, slot)
         return loop.harvested - before, len(commits)

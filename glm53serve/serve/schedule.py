@@ -171,7 +171,7 @@ class Schedule:
         ahead = self._ahead.places([turn for turn in turns if not turn.scores and not self._rewind]) if self._ahead is not None else []
         if self._ahead is not None and ahead:
             try:
-                steps, rows = self._ahead.turn(ahead, drain=chunk_next or len(ahead) < len(turns))
+                steps, rows = self._ahead.turn(ahead, drain=len(ahead) < len(turns), rest=chunk_next)
             except DeviceLost as lost:
                 self._lose_device(lost)
                 return
