@@ -59,84 +59,125 @@ def _id(fields: list[bytes]) -> int:
     return int(fields[0])
 
 
+class _Cut(Exception):
+    """The stream ends inside a frame; `missing` would bring it to the frame's end."""
+
+    def __init__(self, missing: bytes) -> None:
+        super().__init__(missing)
+        self.missing = missing
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """A header line: its verb and fields, whether it is too long, and where the next byte is."""
+
+    verb: bytes
+    fields: list[bytes]
+    long: bool
+    end: int
+
+    def size(self) -> int | None:
+        """Bytes of the payload that a PROMPT, SUBMIT or IMAGE names; None when they cannot be read."""
+        place = 1 if self.verb == b"IMAGE" else 2
+        return int(self.fields[place]) if len(self.fields) > place and _NATURAL.fullmatch(self.fields[place]) else None
+
+    def extra(self) -> int:
+        """Bytes that an old gateway announces behind a PROMPT's payload."""
+        return int(self.fields[6]) if self.verb != b"IMAGE" and len(self.fields) > 6 and _NATURAL.fullmatch(self.fields[6]) else 0
+
+
 def read(stream: bytes, slots: int, capacity: int) -> Reading:
     """Read a whole burst. Raises Doubtful."""
     out = Reading()
     images: set[int] = set()
     at = 0
-    while at < len(stream):
-        cut = stream.find(b"\n", at)
-        if cut < 0:
-            out.missing = b"\n"
-            return out
-        line = stream[at:cut]
-        at = cut + 1
-        long = len(line) > 4096
-        if long:
-            line = line[:4096].rsplit(b" ", 1)[0]
-        elif line.endswith(b"\r"):
-            line = line[:-1]
-        if line.startswith(b" ") or line.endswith((b" ", b"\r")) or b"\x00" in line[:1]:
-            raise Doubtful("blanks around a header")
-        fields = [part for part in line.split(b" ") if part]
-        verb = fields.pop(0) if fields else b""
-        if verb in (b"CANCEL", b"STOP"):
-            if long:
-                raise Doubtful("a long control line")
-            if len(fields) != 1 or not _NATURAL.fullmatch(fields[0]):
-                out.asks.append(_bad(0))
-            elif _id(fields) == 0:
-                raise Doubtful("id 0")
-            elif verb == b"CANCEL":
-                out.asks.append(Ask("CANCEL", _id(fields), set()))
-            else:
-                out.stops.add(_id(fields))
-            continue
-        if verb not in (b"PROMPT", b"SUBMIT", b"IMAGE"):
-            if long:
+    try:
+        while at < len(stream):
+            header = _header(stream, at)
+            at = header.end
+            if header.verb in (b"CANCEL", b"STOP"):
+                _control(header, out)
+            elif header.verb in (b"PROMPT", b"SUBMIT", b"IMAGE"):
+                at = _with_payload(stream, header, slots, capacity, images, out)
+            elif header.long:
                 raise Doubtful("a long line of nothing")
-            continue
-        place = 1 if verb == b"IMAGE" else 2
-        size = int(fields[place]) if len(fields) > place and _NATURAL.fullmatch(fields[place]) else None
-        id = _id(fields)
-        if verb == b"IMAGE":
-            if long or id == 0 or size is None or size > 1 << 16 or len(fields) != 4 or not all(_NATURAL.fullmatch(f) for f in fields):
-                raise Doubtful("a damaged IMAGE")
-            ask = None
-            images.add(id)
-        else:
-            ask = _bad(id) if long or id == 0 else _prompt(id, fields, slots)
-        extra = int(fields[6]) if verb != b"IMAGE" and len(fields) > 6 and _NATURAL.fullmatch(fields[6]) else 0
-        if size is None or size > ALIGNED:
-            out.asks.append(_bad(id))
-            continue
-        if size + extra > 1 << 20 and size <= LIMIT:
-            raise Doubtful("too long to send")
-        payload = stream[at : at + size]
-        at += size + extra
-        end = stream[at : at + 2]
-        if at >= len(stream) or end == b"\r":
-            out.missing = b"x" * max(0, at - len(stream)) + b"\n"
-            return out
-        if end[:1] == b"\n" or end == b"\r\n":
-            at += 1 if end[:1] == b"\n" else 2
-            if size > LIMIT:
-                ask = _bad(id)
-        else:
-            cut = stream.find(b"\n", at)
-            if cut < 0:
-                out.missing = b"\n"
-                return out
-            at = cut + 1
-            if ask is None:
-                raise Doubtful("a damaged IMAGE")
-            ask = _bad(id)
-        if ask is not None:
-            ask.payload = payload
-            if SERVED in ask.answers:
-                _content(ask, id in images, capacity)
-            out.asks.append(ask)
+    except _Cut as cut:
+        out.missing = cut.missing
     return out
+
+
+def _header(stream: bytes, at: int) -> _Header:
+    cut = stream.find(b"\n", at)
+    if cut < 0:
+        raise _Cut(b"\n")
+    line = stream[at:cut]
+    long = len(line) > 4096
+    if long:
+        line = line[:4096].rsplit(b" ", 1)[0]
+    elif line.endswith(b"\r"):
+        line = line[:-1]
+    if line.startswith(b" ") or line.endswith((b" ", b"\r")) or b"\x00" in line[:1]:
+        raise Doubtful("blanks around a header")
+    verb, *fields = [part for part in line.split(b" ") if part] or [b""]
+    return _Header(verb, fields, long, cut + 1)
+
+
+def _control(header: _Header, out: Reading) -> None:
+    """A CANCEL or a STOP."""
+    if header.long:
+        raise Doubtful("a long control line")
+    if len(header.fields) != 1 or not _NATURAL.fullmatch(header.fields[0]):
+        out.asks.append(_bad(0))
+    elif (id := _id(header.fields)) == 0:
+        raise Doubtful("id 0")
+    elif header.verb == b"CANCEL":
+        out.asks.append(Ask("CANCEL", id, set()))
+    else:
+        out.stops.add(id)
+
+
+def _with_payload(stream: bytes, header: _Header, slots: int, capacity: int, images: set[int], out: Reading) -> int:
+    """A PROMPT or an IMAGE, whose ids are collected in `images`. Returns where the next frame begins."""
+    id, size, extra = _id(header.fields), header.size(), header.extra()
+    ask = None
+    if header.verb == b"IMAGE":
+        damaged = header.long or id == 0 or len(header.fields) != 4 or not all(_NATURAL.fullmatch(field) for field in header.fields)
+        if damaged or size is None or size > 1 << 16:
+            raise Doubtful("a damaged IMAGE")
+        images.add(id)
+    else:
+        ask = _bad(id) if header.long or id == 0 else _prompt(id, header.fields, slots)
+    if size is None or size > ALIGNED:
+        out.asks.append(_bad(id))
+        return header.end
+    if size + extra > 1 << 20 and size <= LIMIT:
+        raise Doubtful("too long to send")
+    end, terminated = _frame_end(stream, header.end + size + extra)
+    if ask is None and not terminated:
+        raise Doubtful("a damaged IMAGE")
+    if size > LIMIT or not terminated:
+        ask = _bad(id)
+    if ask is not None:
+        ask.payload = stream[header.end : header.end + size]
+        if SERVED in ask.answers:
+            _content(ask, id in images, capacity)
+        out.asks.append(ask)
+    return end
+
+
+def _frame_end(stream: bytes, at: int) -> tuple[int, bool]:
+    """Where the next frame begins, when the payload ends at `at`, and whether a line end stands there; else a line is skipped."""
+    behind = stream[at : at + 2]
+    if at >= len(stream) or behind == b"\r":
+        raise _Cut(b"x" * max(0, at - len(stream)) + b"\n")
+    if behind[:1] == b"\n":
+        return at + 1, True
+    if behind == b"\r\n":
+        return at + 2, True
+    cut = stream.find(b"\n", at)
+    if cut < 0:
+        raise _Cut(b"\n")
+    return cut + 1, False
 
 
 def _content(ask: Ask, image: bool, capacity: int) -> None:
