@@ -19,7 +19,8 @@ struct alignas(16) F4 { float x, y, z, w; };
 // Dependent launch: a kernel may start while the one before it still runs; what that one wrote is there after WAIT_BEFORE, which every kernel
 // passes before it reads or writes anything but weights.
 #define WAIT_BEFORE() do { asm volatile("griddepcontrol.wait;" ::: "memory"); asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); } while (0)
-// Where the next kernel reads nothing but weights (and what is older than two kernels) before its wait, it may start before this one has waited.
+// Where the next kernel reads before its wait nothing but weights, and what is older than the last kernel ahead of it that does not say this, it may start
+// before this one has waited. tests/test_cuda_order.py finds those that read more.
 #define LET_NEXT_START() asm volatile("griddepcontrol.launch_dependents;" ::: "memory")
 __device__ __forceinline__ u64 clock_ns() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {

@@ -21,7 +21,7 @@ struct Index3 { unsigned x, y, z; };
 struct Warp { int alive, arrived; unsigned turn; uint64_t word[2][32]; float a[2][16][16], b[2][8][16]; const void* address[2][32]; };
 struct Copy { void* to; const void* from; unsigned bytes, group; };  // from null: zeros
 struct Copies { Copy* made; int count, room, landed; unsigned group; };  // of a thread: those made since all had landed, the group that is not committed yet
-struct Fiber { void* stack_pointer; char* stack; Index3 thread; int lane; Warp* warp; bool done; Copies copies; };
+struct Fiber { void* stack_pointer; char* stack; Index3 thread; int lane; Warp* warp; bool done, waited; Copies copies; };  // waited: it has passed its wait for the kernel before
 struct Gate { int arrived; unsigned turn; };
 
 static Fiber fibers[1024];
@@ -37,6 +37,7 @@ static void** current_parameters;
 static unsigned conditionals[16];
 static int copies_late;
 static int bulk_copies_left();
+#include "watch.h"
 #define threadIdx (self->thread)
 #define DYNAMIC_SHARED(type, name) type* name = (type*)dynamic_shared_memory
 
@@ -62,7 +63,7 @@ switch_stack:
     ret
 )");
 
-static void next_fiber() {  // to the next fiber that is not done, in order; the caller goes on when its turn comes again
+UNWATCHED static void next_fiber() {  // to the next fiber that is not done, in order; the caller goes on when its turn comes again
     Fiber* from = self;
     int i = (int)(from - fibers);
     do { i = i + 1 == fiber_count ? 0 : i + 1; } while (fibers[i].done);
@@ -70,21 +71,22 @@ static void next_fiber() {  // to the next fiber that is not done, in order; the
     self = &fibers[i];
     switch_stack(&from->stack_pointer, self->stack_pointer);
 }
-static void gate_wait(Gate& gate, int expected) {
+UNWATCHED static void gate_wait(Gate& gate, int expected) {
     const unsigned turn = gate.turn;
     if (++gate.arrived == expected) { gate.arrived = 0; ++gate.turn; return; }
     while (gate.turn == turn) next_fiber();
 }
-static void warp_wait() {
+UNWATCHED static void warp_wait() {
     Warp& w = *self->warp;
     const unsigned turn = w.turn;
     if (++w.arrived == w.alive) { w.arrived = 0; ++w.turn; return; }
     while (w.turn == turn) next_fiber();
 }
-static void fiber_main() {
+UNWATCHED static void fiber_main() {
     current_kernel(current_parameters);
     Fiber* me = self;
     if (me->copies.landed < me->copies.count) { fprintf(stderr, "emulator: a thread ends with copies under way\n"); abort(); }
+    watch_thread_end();
     me->done = true;
     --fibers_alive;
     if (--me->warp->alive > 0 && me->warp->arrived == me->warp->alive) { me->warp->arrived = 0; ++me->warp->turn; }
@@ -95,7 +97,7 @@ static void fiber_main() {
     if (gates[0].arrived == fibers_alive) { gates[0].arrived = 0; ++gates[0].turn; }
     next_fiber();
 }
-extern "C" void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy, unsigned gz, unsigned threads, unsigned shared, int late, void** parameters) {
+extern "C" UNWATCHED void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy, unsigned gz, unsigned threads, unsigned shared, int late, void** parameters) {
     const size_t size = 128 << 10;
     gridDim = {gx, gy, gz};
     blockDim = {threads, 1, 1};
@@ -107,6 +109,7 @@ extern "C" void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy,
         for (unsigned y = 0; y < gy; ++y)
             for (unsigned x = 0; x < gx; ++x) {
                 blockIdx = {x, y, z};
+                watch_block();
                 memset(gates, 0, sizeof gates);
                 memset(dynamic_shared_memory, 0xff, shared);
                 fibers_alive = (int)threads;
@@ -117,6 +120,7 @@ extern "C" void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy,
                     f.lane = i & 31;
                     f.warp = &warps[i >> 5];
                     f.done = false;
+                    f.waited = !watch.overlapped;
                     f.copies.count = f.copies.landed = 0;
                     f.copies.group = 0;
                     if (f.lane == 0) { f.warp->alive = 0; f.warp->arrived = 0; f.warp->turn = 0; }
@@ -129,6 +133,7 @@ extern "C" void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy,
                 }
                 self = &fibers[0];
                 switch_stack(&scheduler_stack, self->stack_pointer);
+                watch_block_end();
             }
 }
 extern "C" unsigned emulate_condition(unsigned handle) { return conditionals[handle]; }
@@ -137,7 +142,7 @@ static inline void __syncthreads() { gate_wait(gates[0], fibers_alive); }
 #define BARRIER(id, threads) gate_wait(gates[id], threads)
 static inline void __syncwarp(unsigned = 0) { warp_wait(); }
 static inline void __threadfence_system() {}
-template <class T> static T exchange(T value, int from) {
+template <class T> UNWATCHED static T exchange(T value, int from) {
     Warp& w = *self->warp;
     const int side = w.turn & 1;
     memcpy(&w.word[side][self->lane], &value, sizeof value);
@@ -148,7 +153,7 @@ template <class T> static T exchange(T value, int from) {
 template <class T> static T __shfl_xor_sync(unsigned, T value, int mask) { return exchange(value, self->lane ^ mask); }
 template <class T> static T __shfl_sync(unsigned, T value, int from) { return exchange(value, from); }
 template <class T> static T __shfl_up_sync(unsigned, T value, int by) { return exchange(value, self->lane >= by ? self->lane - by : self->lane); }
-static inline unsigned __ballot_sync(unsigned, bool value) {
+UNWATCHED static inline unsigned __ballot_sync(unsigned, bool value) {
     Warp& w = *self->warp;
     const int side = w.turn & 1;
     w.word[side][self->lane] = value;
@@ -157,7 +162,7 @@ static inline unsigned __ballot_sync(unsigned, bool value) {
     for (int i = 0; i < 32; ++i) mask |= (unsigned)(w.word[side][i] & 1) << i;
     return mask;
 }
-template <class T> static T reduced(T value, bool least) {
+template <class T> UNWATCHED static T reduced(T value, bool least) {
     Warp& w = *self->warp;
     const int side = w.turn & 1;
     memcpy(&w.word[side][self->lane], &value, sizeof value);
@@ -171,7 +176,12 @@ template <class T> static T reduced(T value, bool least) {
 }
 static inline unsigned __reduce_max_sync(unsigned, unsigned value) { return reduced(value, false); }
 static inline unsigned __reduce_min_sync(unsigned, unsigned value) { return reduced(value, true); }
-template <class T> static T atomicAdd(T* at, T value) { T old = *at; *at = old + value; return old; }
+template <class T> UNWATCHED static T atomicAdd(T* at, T value) {
+    saw_write(at, sizeof *at, true);
+    const T old = *at;
+    *at = old + value;
+    return old;
+}
 static inline int __popc(unsigned v) { return __builtin_popcount(v); }
 static inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
 static inline float __uint_as_float(unsigned u) { float v; memcpy(&v, &u, 4); return v; }
@@ -186,8 +196,6 @@ static inline void cudaGraphSetConditional(unsigned long long handle, unsigned v
 struct alignas(16) U4 { unsigned x, y, z, w; };
 struct alignas(8) U2 { unsigned x, y; };
 struct alignas(16) F4 { float x, y, z, w; };
-#define WAIT_BEFORE()
-#define LET_NEXT_START()
 static inline unsigned long long clock_ns() { static unsigned long long t = 0; return t += 32; }
 static inline unsigned round_bf16(float v) {
     unsigned u = __float_as_uint(v);
@@ -195,7 +203,7 @@ static inline unsigned round_bf16(float v) {
     return (u + 0x7fff + ((u >> 16) & 1)) >> 16;
 }
 static inline unsigned pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
-static inline void mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
+UNWATCHED static inline void mma(float* c, const unsigned* a, unsigned b0, unsigned b1) {
     Warp& w = *self->warp;
     const int side = w.turn & 1, g = self->lane >> 2, t = self->lane & 3;
     for (int i = 0; i < 4; ++i)
@@ -266,7 +274,7 @@ static inline void warpgroup_begin() {}
 static inline void warpgroup_commit() {}
 static inline void warpgroup_wait() {}
 static inline void shared_to_tensor_cores() {}
-static inline void gather_matrices(unsigned* r, const unsigned short* row, bool transposed) {
+UNWATCHED static inline void gather_matrices(unsigned* r, const unsigned short* row, bool transposed) {
     Warp& w = *self->warp;
     const int side = w.turn & 1, g = self->lane >> 2, t = self->lane & 3;
     if ((uintptr_t)row & 15) { fprintf(stderr, "emulator: unaligned matrix row\n"); abort(); }
@@ -285,12 +293,13 @@ static void land(const Copy& c) {
 }
 static void copy_later(void* to, const void* from, unsigned bytes) {
     if (((uintptr_t)to | (uintptr_t)from) & (bytes - 1)) { fprintf(stderr, "emulator: a copy from or to an odd place\n"); abort(); }
+    if (from) saw_read(from, bytes);
     Copies& q = self->copies;
     if (!copies_late) { land({to, from, bytes, 0}); return; }
     if (q.count == q.room) q.made = (Copy*)realloc(q.made, sizeof(Copy) * (q.room = 2 * q.room + 64));
     q.made[q.count++] = {to, from, bytes, q.group};
 }
-static void copies_wait_for(unsigned left) {  // all groups but the last `left`; what is not committed is not waited for
+UNWATCHED static void copies_wait_for(unsigned left) {  // all groups but the last `left`; what is not committed is not waited for
     Copies& q = self->copies;
     while (q.landed < q.count && q.made[q.landed].group + left < q.group) land(q.made[q.landed++]);
     if (q.landed == q.count) q.landed = q.count = 0;
@@ -344,6 +353,10 @@ static void land(const BulkCopy& c) {
     barrier_step(b);
 }
 static void bulk_copy_later(const BulkCopy& c) {
+    if (!c.map) saw_read(c.from, c.bytes);
+    else
+        for (int r = 0; r < c.map->box_rows && c.row + r < c.map->rows; ++r)
+            for (int at = 2 * c.column; at < 2 * c.column + 128 && at < c.map->row_bytes; at += 16) saw_read((const char*)c.map->address + (c.row + r) * c.map->row_bytes + at, 16);
     if (!copies_late) { land(c); return; }
     if (bulk_count == 1024) { fprintf(stderr, "emulator: too many bulk copies under way\n"); abort(); }
     bulk_copies[bulk_count++] = c;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -24,27 +25,30 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
-def build(defines: Mapping[str, int]) -> Path:
-    """Compile all kernels with these sizes into a shared library, once for each text and sizes."""
+def build(defines: Mapping[str, int], flags: Sequence[str] = ("-O2",), edit: Callable[[str], str] = str) -> Path:
+    """Compile all kernels with these sizes into a shared library, once for each text and sizes. `edit` may change their text."""
     common = "".join((KERNEL_DIR / part).read_text() for part in ("common.cuh", *HEADERS))
     body = "".join((KERNEL_DIR / f"{name}.cu").read_text() for name in SOURCES)
     names = kernel_names(body, defines)
     calls = "".join(f'extern "C" void call_{name}(void** p) {{ call_kernel({name}, p); }}\n' for name in names)
-    text = f'#define GLM_EMULATE 1\n#include "{HERE / "emulate.h"}"\n{common}{body}{calls}'
-    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-w", *(f"-D{key}={value}" for key, value in sorted(defines.items()))]
-    digest = hashlib.sha256(("".join(flags) + text + (HERE / "emulate.h").read_text()).encode()).hexdigest()[:20]
+    text = f'#define GLM_EMULATE 1\n#include "{HERE / "emulate.h"}"\n{edit(common + body)}{calls}'
+    flags = ["-std=c++17", "-fPIC", "-w", *flags, *(f"-D{key}={value}" for key, value in sorted(defines.items()))]
+    parts = [text, *((HERE / part).read_text() for part in ("emulate.h", "watch.h"))]
+    digest = hashlib.sha256("".join([*flags, *parts]).encode()).hexdigest()[:20]
     folder = Path(tempfile.gettempdir()) / "glm53serve-emulated-kernels"
     folder.mkdir(exist_ok=True)
     library = folder / f"{digest}.so"
     if not library.exists():
         source = folder / f"{digest}.cpp"
         source.write_text(text)
-        made = folder / f"{digest}.tmp.so"
+        part, made = (folder / f"{digest}.{os.getpid()}.{kind}" for kind in ("o", "so"))
         command = compiler()
         assert command is not None
-        done = subprocess.run([command, *flags, "-o", str(made), str(source)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stderr[:4000])
+        for arguments in ([*flags, "-c", "-o", str(part), str(source)], ["-shared", "-o", str(made), str(part)]):
+            done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(done.stderr[:4000])
+        part.unlink()
         made.replace(library)
     return library
 
@@ -79,7 +83,7 @@ class EmulatedDevice:
     name = "emulated"
 
     def __init__(self, defines: Mapping[str, int], memory: int = 1 << 40) -> None:
-        self._library = ctypes.CDLL(str(build(defines)))
+        self._library = ctypes.CDLL(str(self._build(defines)))
         self._library.emulate_launch.argtypes = [ctypes.c_void_p] + [ctypes.c_uint] * 5 + [ctypes.c_int, ctypes.c_void_p]
         self._library.emulate_launch.restype = None
         self._kernels: dict[str, int] = {}
@@ -91,19 +95,25 @@ class EmulatedDevice:
         self.copies_late = True
         self.after_launch: Callable[[str], None] = lambda _kernel: None
 
+    def _build(self, defines: Mapping[str, int]) -> Path:
+        return build(defines)
+
+    def _zeros(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory from a multiple of 256 on, and as much behind it as a kernel may read too far."""
+        memory = np.zeros(nbytes + 512, np.uint8)
+        self._memory.append(memory)
+        start = -memory.ctypes.data % 256
+        return memory[start : start + nbytes]
+
     def alloc(self, nbytes: int) -> Buffer:
         if nbytes > self.left:
             raise MemoryError(f"no room for {nbytes} bytes on the device")
         self.left -= nbytes
-        memory = np.zeros(nbytes + 512, np.uint8)
-        self._memory.append(memory)
-        return Buffer((memory.ctypes.data + 255) // 256 * 256, nbytes)
+        return Buffer(self._zeros(nbytes).ctypes.data, nbytes)
 
     def host(self, nbytes: int) -> HostBuffer:
-        memory = np.zeros(nbytes + 512, np.uint8)
-        self._memory.append(memory)
-        start = -memory.ctypes.data % 256
-        return HostBuffer(memory.ctypes.data + start, memory[start : start + nbytes])
+        memory = self._zeros(nbytes)
+        return HostBuffer(memory.ctypes.data, memory)
 
     def _do(self, call: Callable[[], None]) -> None:
         if self._recording is not None:
@@ -141,10 +151,13 @@ class EmulatedDevice:
         def call() -> None:
             assert keep
             self.launches[kernel] = self.launches.get(kernel, 0) + 1
-            self._library.emulate_launch(self._kernels[kernel], x, y, z, threads, shared, int(self.copies_late), ctypes.cast(array, ctypes.c_void_p))
+            self._run(kernel, (x, y, z, threads, shared, int(self.copies_late), ctypes.cast(array, ctypes.c_void_p)))
             self.after_launch(kernel)
 
         self._do(call)
+
+    def _run(self, kernel: str, how: tuple[Any, ...]) -> None:
+        self._library.emulate_launch(self._kernels[kernel], *how)
 
     def tensor_map(self, start: Pointer, rows: int, row_bytes: int, box_rows: int) -> TensorMap:
         assert start % 16 == 0 and row_bytes % 16 == 0 and 0 < box_rows <= 256
