@@ -252,6 +252,19 @@ def test_routing_equals_the_reference_with_ties(seed: int, count: int, shape: tu
     assert np.abs(weights - want_weights).max() <= 1e-5
 
 
+@pytest.mark.parametrize("shape", [(8, 1, 1), (12, 3, 2)])
+def test_a_row_of_numbers_that_are_none_still_names_experts_that_there_are(shape: tuple[int, int, int]) -> None:
+    experts, groups, kept = shape
+    rng = np.random.default_rng(1)
+    logits, bias = rng.standard_normal((4, experts)).astype(np.float32), rng.standard_normal(experts).astype(np.float32)
+    want, want_weights = route(logits, bias, 3, groups, kept, True)
+    logits[0], logits[2, ::2] = np.nan, np.nan
+    chosen, weights = route(logits, bias, 3, groups, kept, True)
+    assert ((chosen >= 0) & (chosen < experts)).all() and (np.diff(chosen) > 0).all()
+    np.testing.assert_array_equal(chosen[1::2], want[1::2])
+    np.testing.assert_array_equal(weights[1::2], want_weights[1::2])
+
+
 def test_more_threads_than_cores_lose_nothing() -> None:
     rng = np.random.default_rng(0)
     w, x = as_matrix(rng.standard_normal((700, 256)), "int4"), rng.standard_normal((3, 256)).astype(np.float32)

@@ -6,6 +6,7 @@ import itertools
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from rawmodel import LANGUAGE, RawModel
 
 from glm53serve.model.synth import synth
 from harness.client import prompt_frame
@@ -162,3 +165,20 @@ def test_short_of_descriptors_it_says_so_or_serves(tmp_path: Path, descriptors: 
         else:
             assert process.returncode == 1 and out.startswith(b"LOAD_FAIL kind=io ") and out.count(b"\n") == 1
             assert err.count(b"\n") == 1 and b"Too many open files" in err
+
+
+@pytest.mark.parametrize(("tensor", "pattern"), [("lm_head.weight", 0x7F80), (LANGUAGE + "embed_tokens.weight", 0x7FC0)])
+def test_a_model_whose_numbers_overflow_ends_its_turns_and_says_nothing(tmp_path: Path, tensor: str, pattern: int) -> None:
+    """Logits become infinite, or NaN spreads through all layers."""
+    synth(tmp_path / "tiny", "tiny")
+    raw = RawModel.read(tmp_path / "tiny")
+    values = np.frombuffer(raw.tensors[tensor].data, np.uint16).reshape(raw.tensors[tensor].shape).copy()
+    values[:, 0] = pattern
+    raw.tensors[tensor].data = values.tobytes()
+    raw.write(tmp_path / "odd")
+    shutil.copy(tmp_path / "tiny" / "tokenizer.json", tmp_path / "odd")
+    with engine(tmp_path, env={"SNAP": str(tmp_path / "odd"), "GLM53_VERBOSE": "0"}) as process:
+        frames = prompt_frame(1, 0, b"abc", 3, 1, 0.9) + prompt_frame(2, 1, b"abc", 3)
+        out, err = process.communicate(frames, timeout=PATIENCE)
+    assert (process.returncode, err) == (0, b"")
+    assert b"DONE 1 " in out and b"DONE 2 " in out

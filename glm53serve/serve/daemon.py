@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def serve(
     out = os.dup(1)
     # nothing but frames may reach the pipe, whatever a library prints
     os.dup2(2, 1)
+    # nor onto stderr, which is somebody's terminal: NumPy warns when a model's numbers overflow
+    warnings.simplefilter("ignore")
     say = StderrLog()
     try:
         loaded = load(

@@ -16,11 +16,12 @@ ROUTE_FIELDS = (
 )  # fmt: skip
 """chosen int64 [rows, k] ascending, weights float32 [rows, k]; work: float32 [rows, 2 * experts + groups] scratch."""
 _R_COUNT, _R_OUT, _R_Y, _R_YS, _R_BIAS, _R_E, _R_K, _R_GROUPS, _R_KEPT, _R_NORM, _R_SCALING, _R_CHOSEN, _R_WEIGHTS, _R_WORK = offsets(ROUTE_FIELDS)
+_WORST = np.finfo(np.float32).min
 
 
 @cfunc(KERNEL, **CFUNC)
 def route(a, chunk, chunks):
-    """Experts and weights of rows from router logits; ties go to the lower index."""
+    """Experts and weights of rows from router logits; ties go to the lower index, NaN is less than any number."""
     rows, first = s.ldi(s.ldi(a + _R_COUNT)), s.ldi(s.ldi(a + _R_OUT))
     experts, k, groups = s.ldi(a + _R_E), s.ldi(a + _R_K), s.ldi(a + _R_GROUPS)
     bias = s.ldi(a + _R_BIAS)
@@ -32,7 +33,10 @@ def route(a, chunk, chunks):
         for e in range(experts):
             p = sigmoid(s.ldf(y + 4 * e))
             s.stf(score + 4 * e, p)
-            s.stf(biased + 4 * e, p + s.ldf(bias + 4 * e))
+            value = p + s.ldf(bias + 4 * e)
+            if not value > lowest:  # NaN: a model that overflows still names experts that there are
+                value = _WORST
+            s.stf(biased + 4 * e, value)
         if groups > 1:
             size = experts // groups
             for g in range(groups):
