@@ -147,12 +147,16 @@ def test_a_wrong_shape_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
         UsageFile(tmp_path / "usage", 2, 3, print).save(COUNTS[:1])
 
 
-def test_a_directory_that_was_removed_meanwhile_stays_removed(tmp_path: Path) -> None:
-    told: list[str] = []
-    file = UsageFile(tmp_path / "model" / "usage", 1, 2, told.append)
-    assert file.save(np.array([[1, 2]], np.uint64))
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_directory_that_was_removed_meanwhile_stays_removed(tmp_path: Path, saved: bool) -> None:
+    (tmp_path / "model").mkdir()
+    notes: list[str] = []
+    file = UsageFile(tmp_path / "model" / ".coli_usage", 2, 3, notes.append)
+    if saved:
+        assert file.save(COUNTS)
     shutil.rmtree(tmp_path / "model")
-    assert not file.save(np.array([[1, 3]], np.uint64)) and not (tmp_path / "model").exists() and len(told) == 1
+    assert not file.save(COUNTS + np.uint64(1)) and not (tmp_path / "model").exists()
+    assert len(notes) == 1
 
 
 def test_two_threads_may_save_at_once(tmp_path: Path) -> None:

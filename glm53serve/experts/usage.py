@@ -85,6 +85,7 @@ class UsageFile:
         self._foreign = False
         self._noted = False
         self._saved: NDArray[np.uint64] | None = None
+        self._makes_folder = not os.path.isdir(self.path.parent)
         self._lock = threading.Lock()
 
     def load(self) -> NDArray[np.uint64]:
@@ -135,7 +136,7 @@ class UsageFile:
 
     def _write(self, text: str) -> None:
         # No fsync: after a power cut an old or an empty history is as good, and a turn's end must not wait for a disk.
-        if self._saved is None:  # a model directory that was removed meanwhile stays removed
+        if self._makes_folder:  # but a model directory that was removed meanwhile stays removed
             self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         try:
