@@ -17,6 +17,7 @@ from glm53serve import cli
 from glm53serve.model.synth import synth
 from glm53serve.settings import Settings
 from harness.engine_process import child_environment
+from tests.patience import PATIENCE, slowness
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 ROOT = Path(__file__).resolve().parent.parent
@@ -365,15 +366,11 @@ def test_a_signal_while_the_program_is_loading_ends_or_spares_it_quietly(entry: 
 
 def test_importing_the_command_line_is_quick_and_loads_nothing_heavy() -> None:
     heavy = ("numba", "llvmlite", "cupy", "cuda", "vulkan", "cffi", "rich", "jinja2", "tokenizers", "safetensors", "psutil", "numpy")
+    program = "import sys, time; began = time.process_time(); import glm53serve.cli; print(time.process_time() - began, *sys.modules)"
     seconds = []
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-c", "import glm53serve.cli, sys; print(*sys.modules)"],
-            capture_output=True, text=True, cwd=ROOT, check=True, timeout=60,
-        )  # fmt: skip
-        loaded = {name.split(".")[0] for name in done.stdout.split()}
-        assert not loaded.intersection(heavy)
-        took = re.search(r"\| +(\d+) \| glm53serve\.cli$", done.stderr, re.M)
-        assert took
-        seconds.append(int(took[1]) / 1e6)
-    assert min(seconds) < 0.4
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True, timeout=PATIENCE)
+        took, *modules = done.stdout.split()
+        assert not {name.split(".")[0] for name in modules}.intersection(heavy)
+        seconds.append(float(took))
+    assert min(seconds) < 0.2 * slowness()

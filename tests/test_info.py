@@ -17,6 +17,7 @@ from glm53serve.model.info import dense_ram, describe, size, slot_bytes
 from glm53serve.model.shapes import shape_config
 from glm53serve.model.shards import header_bytes, plan_shards
 from glm53serve.model.synth import plan, synth
+from tests.patience import slowness
 
 NANO = Path(__file__).parents[1] / "glm53serve" / "data" / "glm53-nano"
 GOLDEN = sorted(p.parent for p in (Path(__file__).parent / "data" / "golden").glob("*/config.json"))
@@ -85,11 +86,12 @@ print("cost", int(1e6 * peak_rss_gb() / 1024), time.process_time())
 
 @pytest.mark.parametrize(("experts", "seconds"), [(16, 1.5), (288, 5.0)])
 def test_flash_sized_model_is_described_at_once(tmp_path: Path, experts: int, seconds: float) -> None:
-    """45 layers in a new process: 16 experts a layer within 1.5 s of processor time, the whole 180 GB model within 5, neither over 300 MB."""
+    """45 layers in a new process: 16 experts a layer within 1.5 s of a usual machine's processor time, the whole 180 GB model within 5, neither
+    over 300 MB."""
     hollow_model(tmp_path / "m", 45, experts)
     done = subprocess.run([sys.executable, "-c", PROBE, str(tmp_path / "m")], capture_output=True, text=True, check=True)
     assert "45: 34 KDA, 11 DSA; feed-forward: 3 dense, 42 with experts" in done.stdout
     if experts == 288:
         assert "313,326,811,966, 304,405,807,104 of them in 12,096 routed experts" in done.stdout
     megabytes, spent = done.stdout.rsplit("cost ", 1)[1].split()
-    assert int(megabytes) < 300 and float(spent) < seconds
+    assert int(megabytes) < 300 and float(spent) < seconds * slowness()

@@ -14,6 +14,7 @@ from naive_protocol import Maker, Told, naive, told
 
 from glm53serve.serve.frames import Cancel, Code, Frame, Ignored, Image, Prompt, Refused, Stop, check, check_tokens
 from glm53serve.serve.protocol import Parser
+from tests.patience import slowness
 
 NEXT = b"PROMPT 77 0 2 1 0 1\nok\n"
 LIMIT = 256
@@ -211,11 +212,11 @@ def test_zero_tokens_are_legal_with_scores_only() -> None:
 def test_time_is_linear_in_the_input_however_it_is_cut() -> None:
     def seconds(size: int, step: int) -> float:
         data = b"PROMPT 1 0 %d 1 0 1\n%s\n" % (size, bytes(size))
-        began = time.perf_counter()
+        began = time.thread_time()
         assert len(parse(data, step)) == 1
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
-    assert seconds(16 << 20, 1 << 16) < 2.0
+    assert seconds(16 << 20, 1 << 16) < 2.0 * slowness()
     small, large = min(seconds(1 << 15, 1) for _ in range(3)), min(seconds(1 << 18, 1) for _ in range(2))
     assert large < 8 * small * 4
 

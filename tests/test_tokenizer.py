@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from glm53serve.engine.chat import TemplateError, render_chat
 from glm53serve.engine.tokenizer import Tokenizer, TokenizerError
 from glm53serve.load import shipped_model
+from tests.patience import slowness
 
 TOKENIZER = Tokenizer(shipped_model())
 
@@ -58,10 +59,10 @@ def test_invalid_bytes_are_found_as_a_decoder_finds_them(payload: bytes) -> None
 
 @pytest.mark.parametrize("payload", [b"\xff" * (1 << 20), b"a\xff" * (1 << 16)], ids=["bytes", "mixed"])
 def test_time_grows_with_the_length_whatever_the_bytes(payload: bytes) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     ids = TOKENIZER.encode(payload)
     assert len(ids) == len(payload) and len(list(groupby(ids[:6]))) == (1 if payload[0] == 255 else 6)
-    assert time.perf_counter() - began < 20, "a pass over the rest for every invalid byte takes minutes"
+    assert time.process_time() - began < 20 * slowness(), "a pass over the rest for every invalid byte takes minutes"
 
 
 @pytest.mark.parametrize(
