@@ -151,7 +151,8 @@ def two_slots(rig: Rig) -> str:
     """Turns in flight together say the same bytes as alone, and their decode steps are shared."""
     prompts = [rig.runner(), rig.digits(33, 24), rig.runner() + b" ", rig.digits(140, 25)]
     with rig.start(4) as client:
-        turns = [client.submit(prompt, slot, 40, logprobs=2) for slot, prompt in enumerate(prompts)]
+        with client.in_one_write():
+            turns = [client.submit(prompt, slot, 40, logprobs=2) for slot, prompt in enumerate(prompts)]
         for turn in turns:
             ended(turn, "DONE")
         said = [rig.same(turn, rig.fresh(prompt, 40, 2)) for turn, prompt in zip(turns, prompts, strict=True)]

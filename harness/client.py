@@ -166,15 +166,15 @@ class Client(Engine):
         self.cancel(id)
         self.wait_until(f"NOT_FOUND of {id}", lambda: any(e.id == id for e in self.ledger.not_found[before:]), timeout)
 
-    def reuse(self, turn: Turn, timeout: float = 10.0) -> ReuseLine:
+    def reuse(self, turn: Turn, timeout: float | None = None) -> ReuseLine:
         """The REUSE line of a turn."""
         return self._note("REUSE", ReuseLine, turn, timeout)
 
-    def cancel_line(self, turn: Turn, timeout: float = 10.0) -> CancelLine:
+    def cancel_line(self, turn: Turn, timeout: float | None = None) -> CancelLine:
         """The CANCEL line of a turn."""
         return self._note("CANCEL", CancelLine, turn, timeout)
 
-    def _note(self, word: str, kind: type[_OfTurn], turn: Turn, timeout: float) -> _OfTurn:
+    def _note(self, word: str, kind: type[_OfTurn], turn: Turn, timeout: float | None) -> _OfTurn:
         def found() -> list[_OfTurn]:
             return [note for note in self.notes if isinstance(note, kind) and note.id == turn.id]
 

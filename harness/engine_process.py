@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 from harness.frames import Frame, FrameParser, ProtocolViolation
@@ -65,6 +65,7 @@ class Engine:
         self._reading = threading.Event()
         self._reading.set()
         self._stdin_lock = threading.Lock()
+        self._held: list[bytes] | None = None
         os.set_blocking(self._pipe(self._process.stdin).fileno(), False)
         self._threads = [threading.Thread(target=self._read_stdout, daemon=True), threading.Thread(target=self._read_stderr, daemon=True)]
         for thread in self._threads:
@@ -142,6 +143,9 @@ class Engine:
 
     def write(self, data: bytes, timeout: float | None = None) -> float:
         """Write raw bytes to the engine's stdin. Returns the monotonic second just before. Raises EngineGone, NoAnswer."""
+        if self._held is not None:
+            self._held.append(data)
+            return time.monotonic()
         deadline = time.monotonic() + (self.patience if timeout is None else timeout)
         view = memoryview(data)
         with self._stdin_lock:
@@ -156,6 +160,16 @@ class Engine:
                 except BrokenPipeError:
                     raise EngineGone(f"the engine closed its stdin; exit code {self._process.poll()}, stderr ends {self.stderr_lines[-5:]}") from None
         return at
+
+    @contextlib.contextmanager
+    def in_one_write(self) -> Iterator[None]:
+        """What is written inside leaves together at the end, so that no pause of this process comes between."""
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+        self.write(b"".join(held))
 
     def pause_reading(self) -> None:
         """Stop reading the engine's stdout (what is in the middle of a read still comes)."""

@@ -38,9 +38,9 @@ def send_burst(client: Client, rng: random.Random, stream: bytes, reading: Readi
         size = rng.choice([1, 2, 7, 60, 500, 1 << 16])
         client.write(stream[at : at + size])
         at += size
-    client.wait_until("the answers of a burst", lambda: all(client.ledger.settled(turn) for _, turn in turns), 60)
+    client.wait_until("the answers of a burst", lambda: all(client.ledger.settled(turn) for _, turn in turns))
     barrier = rng.randrange(10**12, 10**13)
-    client.not_found(barrier, 60)
+    client.not_found(barrier)
 
     def answered() -> Counter[int]:
         return Counter(error.id for error in client.ledger.not_found[late:])
@@ -48,7 +48,7 @@ def send_burst(client: Client, rng: random.Random, stream: bytes, reading: Readi
     cancelled = Counter(turn.id for _, turn in turns if turn.outcome == "CANCELLED")
     # a prompt that is refused while its CANCEL is already known ends with that one ERROR
     refused = {turn.id for _, turn in turns if turn.outcome not in ("DONE", "CANCELLED", "BAD_FRAME")}
-    client.wait_until("the answers of CANCELs", lambda: all((answered() + cancelled)[id] >= 1 or id in refused for id in cancels), 60)
+    client.wait_until("the answers of CANCELs", lambda: all((answered() + cancelled)[id] >= 1 or id in refused for id in cancels))
     for id, count in (answered() + cancelled).items():
         assert id == barrier or 1 <= count <= cancels[id], f"{count} answers to {cancels[id]} CANCELs of {id}"
     for id, count in cancels.items():

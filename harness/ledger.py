@@ -33,6 +33,7 @@ class Turn:
     prof: Prof | None = None
     done: Done | None = None
     error: Error | None = None
+    ended_as: int = 0
     emap: Emap | None = None
     wait_for: Callable[[Turn, float | None], Turn] | None = field(default=None, repr=False)
 
@@ -90,6 +91,7 @@ class Ledger:
         self._prof: Prof | None = None
         self._emap_of: Turn | None = None
         self._turns_began = False
+        self._frames = 0
 
     @property
     def ready(self) -> bool:
@@ -129,6 +131,7 @@ class Ledger:
     def feed(self, frame: Frame) -> Turn | None:
         """Check one frame and book it. Returns the turn it belongs to, if any. Raises ProtocolViolation."""
         self.last_line = frame.line
+        self._frames += 1
         if self.load_fail is not None:
             raise self._wrong(frame, "a frame after LOAD_FAIL")
         if self._start:
@@ -297,6 +300,7 @@ class Ledger:
         return turn
 
     def _close(self, turn: Turn, emap: bool) -> None:
+        turn.ended_as = self._frames
         turns = self._open[turn.id]
         turns.remove(turn)
         if not turns:

@@ -16,6 +16,9 @@ from harness.frames import Score
 from harness.ledger import Turn
 
 TOLERANCE = 2e-4
+TRIES = 6
+"""How often a case tries what it can only do in time while the machine does not stand still. An engine that does it wrong does so each time."""
+
 Status = Literal["PASS", "FAIL", "SKIP"]
 
 

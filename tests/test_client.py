@@ -145,7 +145,7 @@ def test_a_duplicate_does_not_end_the_turn_in_flight() -> None:
 def test_a_cancel_ends_the_turn_or_comes_too_late() -> None:
     early, late = Turn(1, max_tokens=1), Turn(1, max_tokens=1)
     play(ACCEPT, b"ERROR 1 CANCELLED\n", EMAP, turns=(early,), cancels=(1,))
-    assert early.outcome == "CANCELLED"
+    assert early.outcome == "CANCELLED" and early.ended_as == 6
     ledger = play(ACCEPT, DATA, END, EMAP, b"ERROR 1 NOT_FOUND\n", turns=(late,), cancels=(1,))
     assert late.outcome == "DONE" and len(ledger.not_found) == 1
 
@@ -252,6 +252,14 @@ def test_a_turn_through_a_process(tmp_path: Path) -> None:
         assert client.reuse(turn).word == "cold"
         client.expect_quiet(0.02)
         client.finish(20)
+
+
+def test_what_belongs_together_leaves_in_one_write(tmp_path: Path) -> None:
+    with scripted(tmp_path, "say(b'ERROR 5 NOT_FOUND\\n' * os.read(0, 65536).count(b'CANCEL 5\\n')); line()") as client:
+        with client.in_one_write():
+            client.cancel(5)
+            client.cancel(5)
+        client.wait_until("both answers", lambda: len(client.ledger.not_found) == 2, 20)
 
 
 def test_a_violation_reaches_whoever_waits(tmp_path: Path) -> None:
