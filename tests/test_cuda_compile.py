@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from glm53serve.cuda import compiling
 from glm53serve.cuda.compiling import refusal
 from glm53serve.cuda.model import defines
 from glm53serve.cuda.runtime import FORMAT_CODES, MODULES, kernel_source
@@ -54,3 +57,44 @@ def test_the_refusal_names_what_was_found_and_what_is_needed() -> None:
     for major, minor in ((7, 5), (8, 0), (8, 9), (10, 0), (12, 0)):
         said = refusal("NVIDIA X", major, minor)
         assert said is not None and f"NVIDIA X has compute capability {major}.{minor}; the kernels need 9.0" in said and "\n" not in said
+
+
+class FakeCompiler(ModuleType):
+    """NVRTC that makes a cubin of any source; `runs` counts them."""
+
+    def __init__(self) -> None:
+        super().__init__("nvrtc")
+        self.runs = 0
+
+    def nvrtcVersion(self) -> tuple[int, int, int]:
+        return 0, 13, 0
+
+    def nvrtcCreateProgram(self, *_: object) -> tuple[int, object]:
+        return 0, object()
+
+    def nvrtcCompileProgram(self, *_: object) -> tuple[int]:
+        self.runs += 1
+        return (0,)
+
+    def nvrtcGetCUBINSize(self, _: object) -> tuple[int, int]:
+        return 0, 5
+
+    def nvrtcGetCUBIN(self, _: object, room: bytes) -> tuple[int]:
+        assert len(room) == 5
+        return (0,)
+
+
+@pytest.mark.parametrize(("cache", "runs"), [("there", 1), ("read-only", 2), ("no home", 2)])
+def test_kernels_are_compiled_again_where_there_is_no_place_to_keep_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str, runs: int
+) -> None:
+    compiler, bindings = FakeCompiler(), ModuleType("cuda.bindings")
+    bindings.nvrtc = compiler  # type: ignore[attr-defined]
+    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), ("cuda.bindings.nvrtc", compiler)):
+        monkeypatch.setitem(sys.modules, name, module)
+    (tmp_path / "a file").touch()
+    place = {"there": tmp_path, "read-only": tmp_path / "a file", "no home": None}[cache]
+    monkeypatch.setattr(compiling, "user_cache", lambda: place)
+    for _ in range(2):
+        assert compiling.compiled("sample", "text", {"HC": 4}) == b" " * 5
+    assert compiler.runs == runs

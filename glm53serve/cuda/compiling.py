@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+from glm53serve.home import user_cache
 
 
 class CudaUnavailable(RuntimeError):
@@ -49,8 +50,9 @@ def compiled(name: str, text: str, sizes: Mapping[str, int]) -> bytes:
     options = [b"--gpu-architecture=sm_90a", b"-std=c++17"]
     options += [f"-D{key}={value}".encode() for key, value in sorted(sizes.items())]
     digest = hashlib.sha256(b"\0".join([text.encode(), version, *options])).hexdigest()
-    stored = Path.home() / ".cache" / "glm53serve" / "cuda" / f"{name}-{digest[:32]}.cubin"
-    if stored.exists():
+    cache = user_cache()
+    stored = None if cache is None else cache / "cuda" / f"{name}-{digest[:32]}.cubin"
+    if stored is not None and stored.exists():
         return stored.read_bytes()
     program = checked(nvrtc.nvrtcCreateProgram(text.encode(), f"{name}.cu".encode(), 0, [], []))
     failed = int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0])
@@ -60,9 +62,10 @@ def compiled(name: str, text: str, sizes: Mapping[str, int]) -> bytes:
         raise CudaUnsupported(f"kernels {name}: {log.decode(errors='replace')[:2000]}")
     cubin = b" " * int(checked(nvrtc.nvrtcGetCUBINSize(program)))
     checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-    with contextlib.suppress(OSError):  # without a place to keep it, the next start compiles again
-        stored.parent.mkdir(parents=True, exist_ok=True)
-        made = stored.with_suffix(f".{os.getpid()}.tmp")
-        made.write_bytes(cubin)
-        made.replace(stored)
+    if stored is not None:
+        with contextlib.suppress(OSError):  # without a place to keep it, the next start compiles again
+            stored.parent.mkdir(parents=True, exist_ok=True)
+            made = stored.with_suffix(f".{os.getpid()}.tmp")
+            made.write_bytes(cubin)
+            made.replace(stored)
     return cubin
