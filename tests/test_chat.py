@@ -40,7 +40,8 @@ def usage(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model, which never finds an end, with the simplest chat template."""
+    """A random model, which never finds an end, with the simplest chat template. With a budget of 100,000 tokens no pause of this process
+    outlasts its answer."""
     directory = tmp_path_factory.mktemp("endless")
     synth(directory, "tiny", seed=3)
     (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
@@ -231,7 +232,7 @@ def test_on_a_terminal_the_thought_is_dim_and_ctrl_d_ends(usage: dict[str, str],
 
 
 def test_ctrl_c_cancels_an_answer_and_the_chat_goes_on(usage: dict[str, str], terminal: list[Terminal], endless: Path) -> None:
-    chat = Terminal(usage, "--model", str(endless), "--max-tokens", "8000")
+    chat = Terminal({**usage, "GLM53_MAXT": "120000"}, "--model", str(endless), "--max-tokens", "100000")
     terminal.append(chat)
     chat.wait_for("> $")
     daemon = chat.children()
@@ -248,7 +249,7 @@ def test_ctrl_c_cancels_an_answer_and_the_chat_goes_on(usage: dict[str, str], te
 
 
 def test_a_daemon_that_dies_ends_the_chat_with_one_line(usage: dict[str, str], terminal: list[Terminal], endless: Path) -> None:
-    chat = Terminal(usage, "--model", str(endless), "--max-tokens", "8000")
+    chat = Terminal({**usage, "GLM53_MAXT": "120000"}, "--model", str(endless), "--max-tokens", "100000")
     terminal.append(chat)
     chat.wait_for("> $")
     chat.type("one\n")

@@ -14,6 +14,7 @@ from harness.engine_process import EngineGone, NoAnswer
 from harness.frames import Data, Done, Echo, Emap, Error, Frame, FrameParser, Prof, ProtocolViolation
 from harness.ledger import Ledger, Turn
 from harness.notes import CancelLine, HaltLine, ReuseLine, parse_note
+from tests.patience import PATIENCE
 
 HELLO = b"\x01\x01READY\x01\x01\nCAPS vision=0 slots=2\nSTAT 0 0.00 0.0 0.3\nEMAP 2 3 408001408001\n"
 ACCEPT = b"ACCEPT 1 4\n"
@@ -247,11 +248,11 @@ def scripted(tmp_path: Path, body: str) -> Client:
 def test_a_turn_through_a_process(tmp_path: Path) -> None:
     body = f"head, text = line(), line(); say({ACCEPT!r}); os.write(2, b'REUSE 1 0 4 0 0 cold\\n'); say({DATA + END + EMAP!r}); line()"
     with scripted(tmp_path, body) as client:
-        turn = client.submit(b"abcd", 1, 1).wait(20)
+        turn = client.submit(b"abcd", 1, 1).wait(PATIENCE)
         assert turn.text == b"a\nb" and turn.ended_at >= turn.sent_at
         assert client.reuse(turn).word == "cold"
         client.expect_quiet(0.02)
-        client.finish(20)
+        client.finish(PATIENCE)
 
 
 def test_what_belongs_together_leaves_in_one_write(tmp_path: Path) -> None:
@@ -259,21 +260,21 @@ def test_what_belongs_together_leaves_in_one_write(tmp_path: Path) -> None:
         with client.in_one_write():
             client.cancel(5)
             client.cancel(5)
-        client.wait_until("both answers", lambda: len(client.ledger.not_found) == 2, 20)
+        client.wait_until("both answers", lambda: len(client.ledger.not_found) == 2, PATIENCE)
 
 
 def test_a_violation_reaches_whoever_waits(tmp_path: Path) -> None:
     with scripted(tmp_path, "line(); say(b'NONSENSE\\n'); line(); line()") as client:
         turn = client.submit(b"abcd", max_tokens=1)
         with pytest.raises(ProtocolViolation, match="NONSENSE"):
-            turn.wait(20)
+            turn.wait(PATIENCE)
 
 
 def test_an_engine_that_dies_is_not_waited_for(tmp_path: Path) -> None:
     with scripted(tmp_path, "line(); os.write(2, b'out of luck\\n'); sys.exit(3)") as client:
         turn = client.submit(b"abcd", max_tokens=1)
         with pytest.raises(EngineGone, match=r"exit code 3.*out of luck"):
-            turn.wait(20)
+            turn.wait(PATIENCE)
 
 
 def test_an_engine_that_is_silent(tmp_path: Path) -> None:
@@ -287,14 +288,14 @@ def test_words_nobody_asked_for(tmp_path: Path) -> None:
     with scripted(tmp_path, "line(); say(b'ERROR 5 NOT_FOUND\\n' * 2); line()") as client:
         client.cancel(5)
         with pytest.raises(ProtocolViolation, match="no CANCEL"):
-            client.wait_until("nothing", lambda: False, 20)
+            client.wait_until("nothing", lambda: False, PATIENCE)
 
 
 def test_an_unfinished_end(tmp_path: Path) -> None:
     with scripted(tmp_path, f"line(); say({ACCEPT!r})") as client:
         client.submit(b"abcd", max_tokens=1)
         with pytest.raises(ProtocolViolation, match="owed"):
-            client.finish(20)
+            client.finish(PATIENCE)
 
 
 def test_the_bytes_of_a_prompt() -> None:
