@@ -340,6 +340,7 @@ class Finder:  # a signal arrives in the midst of the first import that takes lo
             os.kill(os.getpid(), signal.{signal})
             time.sleep(0.2)
 sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as a person's shell leaves it, whatever started these tests (nohup ... & ignores it)
 from glm53serve import cli
 sys.exit(cli.{entry}({arguments}))
 """
