@@ -27,7 +27,9 @@ from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 MODEL = Path(__file__).resolve().parent.parent / "glm53serve" / "data" / "glm53-nano"
-PROGRAM = "import sys; from glm53serve.cli import main_drop_in; sys.exit(main_drop_in(['0']))"
+# SIGHUP has its meaning whatever started these tests (nohup ignores it)
+PROGRAM = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+PROGRAM += "from glm53serve.cli import main_drop_in; sys.exit(main_drop_in(['0']))"
 LONG = 100_000
 """Tokens of an answer that no pause of this process outlasts."""
 
