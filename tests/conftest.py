@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np  # noqa: F401 - its BLAS must be loaded before it can be limited
 import pytest
 from hypothesis import HealthCheck, settings
 from threadpoolctl import threadpool_limits
+
+if TYPE_CHECKING:
+    from tests.served import Fresh
 
 # How long an example takes, or drawing it, says nothing on a busy machine. The examples are the same in every run, so that a run
 # judges a change and not a draw; `pytest --hypothesis-profile=explore` draws others each time.
@@ -31,3 +36,19 @@ def compiled_kernels() -> None:
         from glm53serve.cpu.warm import compile_all
 
         compile_all()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model in a folder of its own, for tests that serve it (see `tests.served`)."""
+    from tests.served import tiny_model
+
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def fresh(model: Path) -> Fresh:
+    """What an engine that has seen nothing before says of the same model."""
+    from tests.served import Fresh, load_tiny
+
+    return Fresh(load_tiny(model, 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from glm53serve.cuda.decode import decode_loop  # noqa: E402
 from glm53serve.cuda.model import defines  # noqa: E402
 from glm53serve.cuda.packing import pack, pack_pair, unpack  # noqa: E402
 from glm53serve.cuda.products import product, run_products  # noqa: E402
-from glm53serve.cuda.runtime import MAX_ROWS, Device, HostBuffer  # noqa: E402
+from glm53serve.cuda.runtime import MAX_ROWS, HostBuffer  # noqa: E402
 from glm53serve.cuda.scratch import SplitRows, padded  # noqa: E402
 from glm53serve.cuda.upload import Uploader  # noqa: E402
 from glm53serve.engine.sampling import Sampling, nucleus, uniform  # noqa: E402
@@ -38,15 +37,10 @@ from glm53serve.model.quant import bf16_to_f32, dequantise, f32_to_bf16  # noqa:
 pytestmark = pytest.mark.skipif(compiler() is None or sys.platform != "linux", reason="needs a C++ compiler on Linux to build the emulated kernels")
 
 
-def emulated(sizes: Mapping[str, int]) -> Device:
-    """An emulated device."""
-    return EmulatedDevice(sizes)
-
-
 @lru_cache
 def base() -> CudaBackend:
     """A backend over the base tiny model, shared by the tests that only read it."""
-    return backend_of(tiny_model(seed=1), emulated, looping=True)
+    return backend_of(tiny_model(seed=1), EmulatedDevice, looping=True)
 
 
 @pytest.mark.parametrize("fmt", ["f32", "bf16", "fp8", "int8", "int4"])
@@ -72,7 +66,7 @@ def unpack_pair(packed):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_against_the_reference(name: str) -> None:
     model = tiny_model(seed=1, weight_format="bf16", **FEATURES[name])
-    backend = backend_of(model, emulated)
+    backend = backend_of(model, EmulatedDevice)
     ids = random_ids(model.config, 52)
     reference = model.reference(np.float64)
     expected = reference.forward(ids, reference.new_state())
@@ -86,7 +80,7 @@ def test_every_feature_against_the_reference(name: str) -> None:
 @pytest.mark.parametrize("fmt", ["fp8", "int8", "int4"])
 def test_every_weight_format_against_the_reference(fmt: str) -> None:
     model = tiny_model(seed=1, weight_format=fmt)  # type: ignore[arg-type]
-    backend = backend_of(model, emulated)
+    backend = backend_of(model, EmulatedDevice)
     ids = random_ids(model.config, 40)
     reference = model.reference(np.float64)
     expected = reference.forward(ids, reference.new_state())
@@ -132,7 +126,7 @@ WIDE = {"qk_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 64, "q_lora_rank": 
 def test_prompts_of_wide_models_agree_to_the_precision_of_bf16(fmt: str, expert: str) -> None:
     kinds = {"num_layers": 2, "layer_kinds": (KDA, DSA), "mlp_kinds": (DENSE, SPARSE), "indexer_kinds": (FULL, FULL)}
     model = without_f32(tiny_model(seed=3, weight_format=fmt, expert_format=expert, **WIDE, **kinds))  # type: ignore[arg-type]
-    backend = backend_of(model, emulated, exact=False)
+    backend = backend_of(model, EmulatedDevice, exact=False)
     ids = random_ids(model.config, 60)
     reference = model.reference(np.float64)
     expected = reference.forward(ids, reference.new_state())
@@ -145,7 +139,7 @@ def test_prompts_of_wide_models_agree_to_the_precision_of_bf16(fmt: str, expert:
 def test_long_prompts_take_the_long_kernel_and_give_the_same_logits() -> None:
     kinds = {"num_layers": 1, "layer_kinds": (DSA,), "mlp_kinds": (SPARSE,), "indexer_kinds": (FULL,)}
     model = without_f32(tiny_model(seed=3, weight_format="bf16", **WIDE, **kinds))  # type: ignore[arg-type]
-    backend = backend_of(model, emulated, slots=1, capacity=600, chunk=520, exact=False)
+    backend = backend_of(model, EmulatedDevice, slots=1, capacity=600, chunk=520, exact=False)
     ids = random_ids(model.config, 515)
     whole, cut = logits_in_pieces(backend, 0, ids, [515]), logits_in_pieces(backend, 0, ids, [300, 215])
     assert backend.device.launches["gemm_long"] > 0  # type: ignore[attr-defined]
@@ -156,7 +150,7 @@ def test_long_prompts_take_the_long_kernel_and_give_the_same_logits() -> None:
 def test_goldens(name: str) -> None:
     data = golden(name)
     checkpoint = open_checkpoint(data.directory)
-    backend = load_backend(checkpoint, 2, 256, 64, make_device=emulated)
+    backend = load_backend(checkpoint, 2, 256, 64, make_device=EmulatedDevice)
     cut = len(data.prompt)
     got = logits_in_pieces(backend, 0, data.ids, [cut, *[1] * len(data.greedy)])
     scale = np.abs(data.logits).max()
@@ -256,7 +250,7 @@ def test_an_ended_row_leaves_its_logits(depth: int) -> None:
 def test_experts_in_host_memory_decode_the_same_tokens() -> None:
     model = tiny_model(seed=1, expert_format="int4")
     ids = random_ids(model.config, 20)
-    all_there = backend_of(model, emulated)
+    all_there = backend_of(model, EmulatedDevice)
     some_left = load_backend_with_budget(model, 0.5, all_there)
     tiers = some_left.layers.tiers()
     assert 0 < (tiers == 1).sum() < tiers.size and (all_there.layers.tiers() == 2).all()
@@ -303,7 +297,7 @@ def load_backend_with_budget(model, share: float, first: CudaBackend) -> CudaBac
     margin = module.MARGIN + 4 * 32 * model.config.vocab_size
     decoder = first.decoder.logits_room.nbytes
     wanted = int(used - experts * (1 - share) + margin - decoder)
-    loaded = load_backend(InMemory(model), 4, 160, 64, vram_bytes=wanted, history=lambda: heat, make_device=emulated)
+    loaded = load_backend(InMemory(model), 4, 160, 64, vram_bytes=wanted, history=lambda: heat, make_device=EmulatedDevice)
     tiers = loaded.layers.tiers()
     assert heat[tiers == 2].min() >= heat[tiers == 1].max() - 1
     return loaded
@@ -370,4 +364,4 @@ def test_serving_allocates_nothing() -> None:
 
 def test_sizes_the_kernels_cannot_take_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="index_head_dim=18"):
-        backend_of(tiny_model(index_head_dim=18), emulated)
+        backend_of(tiny_model(index_head_dim=18), EmulatedDevice)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from checks import backend_of, logits_in_pieces, wide_model  # noqa: E402
 from emulated_device import EmulatedDevice, compiler  # noqa: E402
 from tinymodel import random_ids, tiny_model  # noqa: E402
 
-from glm53serve.cuda.runtime import Device  # noqa: E402
 from glm53serve.engine.seam import Batch, Span, never  # noqa: E402
 from glm53serve.model.config import DSA, FULL, KDA, SPARSE  # noqa: E402
 from glm53serve.model.weights import Matrix, MatrixFormat  # noqa: E402
@@ -26,16 +24,11 @@ pytestmark = pytest.mark.skipif(compiler() is None or sys.platform != "linux", r
 SHALLOW = {"num_layers": 2, "layer_kinds": (KDA, DSA), "mlp_kinds": (SPARSE, SPARSE), "indexer_kinds": (FULL, FULL)}
 
 
-def emulated(sizes: Mapping[str, int]) -> Device:
-    """An emulated device."""
-    return EmulatedDevice(sizes)
-
-
 @pytest.mark.parametrize("experts", ["bf16", pytest.param("int4", marks=pytest.mark.long)])
 def test_copies_land_early_or_late_and_change_no_bit(experts: MatrixFormat) -> None:
     """Experts so narrow that a warp's ring is never full: what it waits for must be there all the same, however long the memory takes."""
     model = tiny_model(seed=1, weight_format="bf16", expert_format=experts, **SHALLOW)
-    backend = backend_of(model, emulated)
+    backend = backend_of(model, EmulatedDevice)
     ids = random_ids(model.config, 51)
     reference = model.reference(np.float64)
     expected = reference.forward(ids, reference.new_state())
@@ -49,7 +42,7 @@ def test_copies_land_early_or_late_and_change_no_bit(experts: MatrixFormat) -> N
 
 def test_copies_of_wide_prompts_land_early_or_late_and_change_no_bit() -> None:
     model = wide_model("small", (KDA, DSA), "bf16")
-    backend = backend_of(model, emulated, exact=False)
+    backend = backend_of(model, EmulatedDevice, exact=False)
     ids, seen = random_ids(model.config, 60), []
     for late in (True, False):
         backend.device.copies_late = late  # type: ignore[attr-defined]
@@ -64,7 +57,7 @@ def test_a_row_that_is_no_number_leaves_the_others_alone(count: int) -> None:
     table = np.array(model.embedding.data, np.float32).reshape(model.embedding.rows, -1)
     table[7] = np.nan
     model = replace(model, embedding=Matrix("f32", model.embedding.rows, model.embedding.cols, table))
-    backend = backend_of(model, emulated)
+    backend = backend_of(model, EmulatedDevice)
     ids = random_ids(model.config, count)
     ids[ids == 7] = 8
     alone = logits_in_pieces(backend, 0, ids, [count])

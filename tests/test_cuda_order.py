@@ -143,14 +143,12 @@ def test_blocks_of_wide_prompts_do_not_meet() -> None:
 def test_a_kernel_that_does_not_wait_is_found(kernel: str) -> None:
     backend = base()
     device = watching(backend)
-    device.deaf = {kernel}
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "deaf", {kernel})
         with pytest.raises(OrderFault, match=f"^{kernel}, "):
             decode(backend, 4, 1)
             decode(backend, {"gemv_8": 8, "gemv_16": 16}.get(kernel, 4), 1, loop=True)
         found = collected(backend, lambda: decode(backend, {"gemv_8": 8, "gemv_16": 16}.get(kernel, 4), 2, loop=True))
-    finally:
-        device.deaf = set()
     first_of_all = {"step_begin", "embed"}  # they read nothing that this step has written
     only_reads = {"loop_condition"}
     expected = {(kernel, Kind.NO_WAIT)}
@@ -164,11 +162,9 @@ def test_a_kernel_that_lets_the_next_one_start_too_early_is_found(kernel: str, b
     """Products must not: what follows them reads, before its wait, what is older than they are."""
     backend = base()
     device = watching(backend)
-    device.hasty = {kernel}
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "hasty", {kernel})
         found = collected(backend, lambda: decode(backend, bucket, 1))
-    finally:
-        device.hasty = set()
     assert found == {(reader, Kind.EARLY_READ) for reader in READING_OLDER}
     decode(backend, bucket, 1)
 

@@ -38,15 +38,10 @@ pytestmark = pytest.mark.skipif(compiler() is None or sys.platform != "linux", r
 CAPACITY = 160
 
 
-def emulated(sizes: Mapping[str, int]) -> Device:
-    """An emulated device."""
-    return EmulatedDevice(sizes)
-
-
 @lru_cache
 def base() -> CudaBackend:
     """A backend over the base tiny model, in passes of at most 64 rows."""
-    return backend_of(tiny_model(seed=1), emulated)
+    return backend_of(tiny_model(seed=1), EmulatedDevice)
 
 
 def engine_over(backend: CudaBackend, whole: bool) -> Engine:

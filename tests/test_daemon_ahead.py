@@ -10,20 +10,10 @@ import pytest
 from glm53serve.engine.decode_loop import DecodeLoop
 from harness.frames import Data
 from tests.patience import PATIENCE
-from tests.served import CHUNK, Fresh, Served, at_ask, count_asks, in_flight_together, load_tiny, same, tiny_model
+from tests.served import CHUNK, Fresh, Served, at_ask, count_asks, in_flight_together, load_tiny, same
 from tests.step_device import EngineStepDevice
 
 PROMPTS = [b"one two", b"three", b"4 5 6", b"seven eight nine", b"t"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def fresh(model: Path) -> Fresh:
-    return Fresh(load_tiny(model, 1))
 
 
 class SmallDevice(EngineStepDevice):

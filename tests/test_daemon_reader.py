@@ -12,18 +12,8 @@ import pytest
 
 from glm53serve.engine.decode_loop import DecodeLoop
 from tests.patience import PATIENCE
-from tests.served import Fresh, Served, at_ask, count_asks, in_flight_together, load_tiny, same, tiny_model
+from tests.served import Fresh, Served, at_ask, count_asks, in_flight_together, load_tiny, same
 from tests.step_device import EngineStepDevice
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def fresh(model: Path) -> Fresh:
-    return Fresh(load_tiny(model, 1))
 
 
 def counts_when_idle(backend: Any) -> None:

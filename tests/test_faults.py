@@ -9,20 +9,10 @@ import pytest
 
 from glm53serve.engine.faults import FaultError, Faults
 from glm53serve.engine.seam import DeviceLost
-from tests.served import Fresh, Served, in_flight_together, load_tiny, same, tiny_model
+from tests.served import Fresh, Served, in_flight_together, load_tiny, same
 
 PRIME = b"0123456789"
 LONG = bytes(b"abcdefghijklmnopqrstuvwxyz"[i * i % 26] for i in range(80))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def fresh(model: Path) -> Fresh:
-    return Fresh(load_tiny(model, 1))
 
 
 @pytest.fixture

@@ -22,20 +22,10 @@ from glm53serve.serve.protocol import Parser
 from glm53serve.serve.turns import Desk, End
 from harness.ledger import Turn
 from tests.patience import PATIENCE
-from tests.served import Fresh, Served, at_ask, cancel_at_ask, count_asks, in_flight_together, load_tiny, same, tiny_model
+from tests.served import Fresh, Served, at_ask, cancel_at_ask, count_asks, in_flight_together, load_tiny, same
 
 PRIME = b"abcdefghij"
 LONG = bytes(b"klmnopqrstuvwxyz 0123456789"[i * i % 27] for i in range(90))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def fresh(model: Path) -> Fresh:
-    return Fresh(load_tiny(model, 1))
 
 
 @pytest.fixture

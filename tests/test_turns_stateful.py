@@ -17,21 +17,11 @@ from glm53serve.engine.decode_loop import DecodeLoop
 from glm53serve.engine.engine import Engine
 from harness.ledger import Turn
 from tests.patience import PATIENCE
-from tests.served import CAPACITY, Fresh, Served, cancel_at_ask, load_tiny, same, tiny_model
+from tests.served import CAPACITY, Fresh, Served, cancel_at_ask, load_tiny, same
 from tests.step_device import EngineStepDevice
 
 SLOTS = 3
 ROUNDS = 70
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def fresh(model: Path) -> Fresh:
-    return Fresh(load_tiny(model, 1))
 
 
 @pytest.fixture(params=["host", "ahead"])
