@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from harness import cases_cancel, cases_turns, cases_wire
+from harness import cases_cancel, cases_ends, cases_turns, cases_wire
 from harness.engine_process import DEFAULT_TIMEOUT, EngineGone, NoAnswer
 from harness.frames import ProtocolViolation
 from harness.rig import CASES, TOLERANCE, CaseResult, Failed, Rig, Skipped
@@ -16,7 +16,7 @@ __all__ = ["CASES", "CaseResult", "case_names", "run_case", "run_cases"]
 
 def case_names() -> list[str]:
     """Names of all cases, in order."""
-    rank = {module.__name__: place for place, module in enumerate((cases_wire, cases_turns, cases_cancel))}
+    rank = {module.__name__: place for place, module in enumerate((cases_wire, cases_ends, cases_turns, cases_cancel))}
     return sorted(CASES, key=lambda name: rank[CASES[name].__module__])
 
 
