@@ -74,8 +74,9 @@ def greedy(loaded: Loaded, logits: NDArray[np.float32], count: int) -> tuple[lis
 def _prefill(loaded: Loaded, ids: Sequence[int]) -> NDArray[np.float32]:
     """Compute a prompt (not empty) in the engine's chunks; the last row of logits [V]."""
     engine, slot = loaded.engine, loaded.engine.slots[0]
-    rows = [engine.forward_prefill(slot, ids[start : start + engine.chunk]).logits for start in range(0, len(ids), engine.chunk)]
-    return rows[-1]
+    for start in range(0, len(ids), engine.chunk):
+        logits = engine.forward_prefill(slot, ids[start : start + engine.chunk]).logits
+    return logits
 
 
 def _prefill_rows(loaded: Loaded, ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:

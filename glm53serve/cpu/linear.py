@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm53serve.model.quant import dequantise, requantise
-from glm53serve.model.weights import Matrix, stacked
+from glm53serve.model.weights import Matrix
 
 F32 = NDArray[np.float32]
 
@@ -22,7 +22,15 @@ def stack(matrices: Sequence[Matrix]) -> list[Matrix]:
             runs[-1].append(m)
         else:
             runs.append([m])
-    return [stacked(run) for run in runs]
+    return [_merged(run) for run in runs]
+
+
+def _merged(run: Sequence[Matrix]) -> Matrix:
+    if len(run) == 1:
+        return run[0]
+    scales = [m.scale for m in run if m.scale is not None]
+    data = np.concatenate([m.data for m in run])
+    return Matrix(run[0].format, sum(m.rows for m in run), run[0].cols, data, np.concatenate(scales) if scales else None)
 
 
 def multiply(x: F32, w: Matrix) -> F32:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from glm53serve.cpu.linear import stack
 from glm53serve.cpu.state import padded
 from glm53serve.model.quant import dequantise, requantise
-from glm53serve.model.weights import FfnWeights, Matrix, MatrixFormat, stacked
+from glm53serve.model.weights import FfnWeights, Matrix, MatrixFormat
 
 GROUP = 64
 KINDS: dict[MatrixFormat, int] = {"f32": 0, "bf16": 1, "int8": 2, "fp8": 3, "int4": 4}
@@ -99,14 +100,7 @@ def pad_head_columns(m: Matrix, head_cols: int) -> Matrix:
 def pack_dense(matrices: Sequence[tuple[Matrix, int]], bits: int) -> list[Packed]:
     """Dense matrices of equal width, each with the rows of one of its heads, in the format that `bits` names; top to bottom, padded by head,
     merged where the format stays the same."""
-    parts: list[list[Matrix]] = []
-    for m, head_rows in matrices:
-        m = pad_heads(requantise(m, bits), head_rows)
-        if parts and parts[-1][0].format == m.format:
-            parts[-1].append(m)
-        else:
-            parts.append([m])
-    return [pack(stacked(run), bits < 32) for run in parts]
+    return [pack(run, bits < 32) for run in stack([pad_heads(requantise(m, bits), head_rows) for m, head_rows in matrices])]
 
 
 def pack_expert(w: FfnWeights, bits: int) -> tuple[Packed, Packed, Packed]:

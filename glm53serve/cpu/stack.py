@@ -281,4 +281,3 @@ class CompiledStack:
             held = _Held(parts, np.array(record, np.int64))
         layer.moe.table[expert] = held.record
         return held
-

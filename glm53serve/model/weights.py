@@ -6,7 +6,6 @@ they are stored in; a backend keeps, repacks or requantises them as it needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -42,15 +41,6 @@ class Matrix:
     def nbytes(self) -> int:
         """Bytes of data and scales as stored."""
         return int(self.data.nbytes) + (0 if self.scale is None else int(self.scale.nbytes))
-
-
-def stacked(matrices: Sequence[Matrix]) -> Matrix:
-    """Matrices of one format and width, top to bottom, as one; FP8 only where all but the last have whole blocks of 128 rows."""
-    if len(matrices) == 1:
-        return matrices[0]
-    scales = [m.scale for m in matrices if m.scale is not None]
-    data = np.concatenate([m.data for m in matrices])
-    return Matrix(matrices[0].format, sum(m.rows for m in matrices), matrices[0].cols, data, np.concatenate(scales) if scales else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,18 @@ class _Row:
     """A turn in the loop: the token that is being fed, and how the turn will end once its slot is released.
 
     `last` is the token of a turn that has reached its limit. It is sent with the end, so that a cancel that comes before finds a history
-    of what was sent. `resting`: nothing of it is outstanding and `fed` will be sent when it goes on.
+    of what was sent.
     """
 
     turn: Turn
     fed: int
     end: End = End.STOPPED
     last: int | None = None
-    resting: bool = False
+
+    @property
+    def resting(self) -> bool:
+        """Nothing of it is outstanding, and `fed` will be sent when it goes on."""
+        return not self.turn.busy
 
 
 @dataclass(slots=True)
@@ -149,7 +153,6 @@ class Ahead:
         turn = row.turn
         turn.slot.logits = loop.logits(turn.slot.index)
         turn.slot.resumable = True
-        row.resting = True
         with self.desk.lock:
             turn.busy = False
             if turn.cancelled or turn.stopped:
@@ -161,7 +164,6 @@ class Ahead:
             if turn.live:
                 self.emitter.send(turn, row.fed)
                 turn.busy = True
-                row.resting = False
                 return
         self._forget(loop, turn.slot.index)
 

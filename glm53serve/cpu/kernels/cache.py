@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import tempfile
 import time
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def _writable(folder: Path) -> bool:
         return False
 
 
+@cache
 def cache_folder() -> Path | None:
     """Beside the package when that can be written (a virtual environment, a checkout), else in the user's cache directory; None when neither can."""
     name = f"kernels-{_sources()}"

@@ -35,7 +35,7 @@ _SPINS = _PAUSES + 1000
 MAX_CHUNKS = 1 << 14
 
 
-@njit("int64(int64)", nogil=True, cache=JIT["cache"])
+@njit("int64(int64)", **JIT)
 def _work(control: int) -> int:
     """Run chunks until nothing came for a while (0) or the team is closed (1)."""
     idle = 0
@@ -62,7 +62,7 @@ def _work(control: int) -> int:
     return left
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True, cache=JIT["cache"])
+@njit("int64(int64, int64, int64, int64, int64, int64)", **JIT)
 def _run(control: int, operations: int, count: int, rows: int, workers: int, stop: int) -> int:
     """Run operations one after another, each spread over the team, until the word at `stop` is not 0. Returns that word."""
     s.sti(control + _STOP, stop)
