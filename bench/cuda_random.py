@@ -43,6 +43,11 @@ KERNEL fill_random(u32* to, u64 n, u32 seed, int kind, float low, float high) {
         else to[i] = __float_as_uint(low + (high - low) * uniform01(h));
     }
 }
+__device__ __forceinline__ U4 stream16(const U4* from) {  // read once: past the first cache
+    U4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    return v;
+}
 KERNEL copy_bytes(const U4* from, U4* to, u64 n) {
     const u64 stride = (u64)gridDim.x * blockDim.x;
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
