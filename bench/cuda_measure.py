@@ -26,7 +26,7 @@ class BenchDevice(CupyDevice):
         self._left_out: frozenset[str] = frozenset()
         self._seen: dict[str, list[float]] | None = None
 
-    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Argument], shared: int = 0) -> None:
+    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Argument], shared: int = 0, cluster: int = 1) -> None:
         """Enqueue a kernel, between two events when profiling; not at all when it is left out."""
         name = f"{kernel} {'x'.join(map(str, grid))}"
         if self._seen is not None:
@@ -34,11 +34,11 @@ class BenchDevice(CupyDevice):
         if kernel in self._left_out or name in self._left_out:
             return
         if self._timed is None:
-            super().launch(kernel, grid, threads, arguments, shared)
+            super().launch(kernel, grid, threads, arguments, shared, cluster)
             return
         events = [self.cupy.cuda.Event() for _ in range(2)]
         events[0].record(self.stream)
-        super().launch(kernel, grid, threads, arguments, shared)
+        super().launch(kernel, grid, threads, arguments, shared, cluster)
         events[1].record(self.stream)
         self._timed.append((name, *events))
 

@@ -34,11 +34,11 @@ SHALLOW: dict[str, Any] = {
 }  # fmt: skip
 PRODUCTS = {"gemv_4", "gemv_8", "gemv_16"}
 STEP = {
-    *PRODUCTS, "step_begin", "embed", "site_open", "site_close", "kda_step", "dsa_prepare", "dsa_pool", "dsa_scores", "dsa_select", "attend_few", "attend_join",
+    *PRODUCTS, "step_begin", "embed", "site", "kda_step", "dsa_prepare", "dsa_pool", "dsa_scores", "dsa_select", "attend_few", "attend_join",
     "route_few", "final_norm", "logit_peaks", "sample", "commit", "loop_condition",
 }  # fmt: skip
 """Kernels of a recorded step."""
-READING_OLDER = {"attend_few", "site_open"}
+READING_OLDER = {"attend_few", "site"}
 """Those that read before their wait what a kernel of the same step has written."""
 Make = Callable[[Mapping[str, int]], WatchedDevice]
 

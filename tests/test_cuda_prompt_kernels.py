@@ -27,7 +27,8 @@ Floats = NDArray[np.float64]
 @lru_cache
 def device() -> EmulatedDevice:
     """An emulated device for odd sizes: three groups of latent channels, fewer heads than a block takes, 48 channels a KDA head."""
-    return EmulatedDevice({"HC": HC, "KDA_D": KDA_D, "CONV": CONV, "LATENT": LATENT, "HEADS": HEADS, "MAX_ROWS": 16, "FORMATS": 2, "EXACT": 0})
+    sizes = {"HIDDEN": 132, "SITE_BLOCKS": 1, "HC": HC, "KDA_D": KDA_D, "CONV": CONV, "LATENT": LATENT, "HEADS": HEADS}
+    return EmulatedDevice({**sizes, "MAX_ROWS": 16, "FORMATS": 2, "EXACT": 0})
 
 
 def put(values: NDArray[np.generic]) -> Buffer:

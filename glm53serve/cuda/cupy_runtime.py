@@ -123,6 +123,7 @@ class CupyDevice:
             cubins = list(pool.map(lambda item: compiled(*item), texts))
         attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         static = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        clusters = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
         self._modules = [checked(self.driver.cuModuleLoadData(cubin)) for cubin in cubins]
         for module, (_, text, sizes) in zip(self._modules, texts, strict=True):
             for kernel in kernel_names(text, sizes):
@@ -131,6 +132,7 @@ class CupyDevice:
                 function = checked(self.driver.cuModuleGetFunction(module, kernel.encode()))
                 used = checked(self.driver.cuFuncGetAttribute(static, function))
                 checked(self.driver.cuFuncSetAttribute(function, attribute, MAX_DYNAMIC_SHARED - used))
+                checked(self.driver.cuFuncSetAttribute(function, clusters, 1))  # of more than 8 blocks
                 self._functions[kernel] = function
 
     def alloc(self, nbytes: int) -> Buffer:
@@ -185,29 +187,41 @@ class CupyDevice:
         """Zero device memory."""
         self._enqueue(self.runtime.memsetAsync, int(to), 0, nbytes)
 
-    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Argument], shared: int = 0) -> None:
-        """Enqueue a kernel."""
+    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Argument], shared: int = 0, cluster: int = 1) -> None:
+        """Enqueue a kernel. See `Device`."""
         array, keep = pack_arguments(arguments)
         x, y, z = (*grid, 1, 1)[:3]
-        if self._dependent:
-            error = self.driver.cuLaunchKernelEx(self._dependent_launch(x, y, z, threads, shared), self._functions[kernel], ctypes.addressof(array), 0)[0]
+        attributes = self._attributes(cluster)
+        if attributes:
+            config = self._configured(x, y, z, threads, shared, attributes)
+            error = self.driver.cuLaunchKernelEx(config, self._functions[kernel], ctypes.addressof(array), 0)[0]
         else:
             error = self.driver.cuLaunchKernel(self._functions[kernel], x, y, z, threads, 1, 1, shared, self._stream, ctypes.addressof(array), 0)[0]
         del keep
         if int(error) != 0:
             raise (DeviceLost if int(error) in GONE else RuntimeError)(f"launching {kernel}: {error}")
 
-    def _dependent_launch(self, x: int, y: int, z: int, threads: int, shared: int) -> Any:
-        """A launch that may start before the kernel ahead of it has ended (kernels wait by themselves, see common.cuh)."""
-        d = self.driver
-        config = d.CUlaunchConfig()
+    def _attributes(self, cluster: int) -> list[Any]:
+        """Of a launch: recorded ones may start before the kernel ahead of them has ended (kernels wait by themselves, see common.cuh)."""
+        d, attributes = self.driver, []
+        if self._dependent:
+            early = d.CUlaunchAttribute()
+            early.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(early)
+        if cluster > 1:
+            together = d.CUlaunchAttribute()
+            together.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            together.value.clusterDim.x, together.value.clusterDim.y, together.value.clusterDim.z = cluster, 1, 1
+            attributes.append(together)
+        return attributes
+
+    def _configured(self, x: int, y: int, z: int, threads: int, shared: int, attributes: list[Any]) -> Any:
+        config = self.driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes, config.hStream = shared, self._stream
-        attribute = d.CUlaunchAttribute()
-        attribute.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [attribute], 1
+        config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
     def tensor_map(self, start: Pointer, rows: int, row_bytes: int, box_rows: int) -> TensorMap:

@@ -167,6 +167,8 @@ def defines(config: ModelConfig, formats: set[str], exact: bool | None = None) -
     check_supported(config)
     has_kda, has_dsa = KDA in config.layer_kinds, DSA in config.layer_kinds
     return {
+        "HIDDEN": config.hidden_size,
+        "SITE_BLOCKS": site_blocks(config.hidden_size),
         "HC": config.hc_mult,
         "KDA_D": config.kda_head_dim if has_kda else 16,
         "CONV": config.conv_width if has_kda else 4,
@@ -176,6 +178,11 @@ def defines(config: ModelConfig, formats: set[str], exact: bool | None = None) -
         "FORMATS": sum(1 << FORMAT_CODES[f] for f in formats | {"bf16"}),
         "EXACT": int(is_exact(config) if exact is None else exact),
     }
+
+
+def site_blocks(hidden_size: int) -> int:
+    """Blocks that share a row of a site: as many as a cluster has room for, of at least 64 columns."""
+    return max([n for n in (2, 4, 8, 16) if hidden_size >= 64 * n], default=1)
 
 
 def head_width(config: ModelConfig) -> int:

@@ -10,15 +10,15 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from glm53serve.cuda.model import DeviceLayer, DeviceModel, DsaOnDevice, FfnOnDevice, KdaOnDevice, MoeOnDevice, Site, head_width
+from glm53serve.cuda.model import DeviceLayer, DeviceModel, DsaOnDevice, FfnOnDevice, KdaOnDevice, MoeOnDevice, Site, head_width, site_blocks
 from glm53serve.cuda.products import MAP_PAIR, MAP_SORTED, MAP_TOKEN, ExpertGroups, product, run_products, skinny_columns
-from glm53serve.cuda.runtime import MAX_ROWS, Argument, Buffer, Device, Job, Pointer, Returned, kda_in_chunks
+from glm53serve.cuda.runtime import MAX_ROWS, Argument, Buffer, Device, Job, Pointer, Returned, SiteGiven, kda_in_chunks
 from glm53serve.cuda.scratch import DECODE_SPLIT, Scratch, SplitRows
 from glm53serve.cuda.state import SlotStates
 from glm53serve.model.config import FULL
 
-PROMPT_COLUMNS, PROMPT_ROWS = 128, 64
-"""Columns and rows of a block of `site_open_prompt`."""
+PROMPT_ROWS = 64
+"""Rows of a block of `site_open_prompt`."""
 LEAST_GATE = -5.0
 """Decays of at least exp of this a token let sixteen of them be divided by."""
 Border = Callable[[int], None]
@@ -69,7 +69,7 @@ class Pipeline:
             border(layer.index)
             self._site(rows, layer.ffn_site, pending)
             pending = self._ffn(rows, layer, at)
-        self._open_site(rows, None, pending)
+        self._site(rows, None, pending)
 
     def zero_counts(self) -> None:
         """Zero the counters of rows an expert gets."""
@@ -104,31 +104,30 @@ class Pipeline:
     def _products(self, rows: int, jobs: list[Job], experts: ExpertGroups | None = None) -> None:
         run_products(self.device, rows, jobs, self.token_tile, experts)
 
-    def _site(self, rows: int, site: Site, pending: Returned | None) -> None:
-        c, s = self.config, self.scratch
-        chunks = self._open_site(rows, site.fn, pending)
-        plain, x, h = s.plain, s.split["x"], c.hidden_size
-        balance: list[Argument] = [c.hc_eps, c.hc_sinkhorn_iters, plain["coefficients"]]
-        if self._low or h % 4:
-            given: list[Argument] = [plain["streams"], h, chunks, plain["partial"], site.base, site.scale, site.norm, c.rms_norm_eps]
-            self.device.launch("site_close", (rows,), 544, [*given, *balance, x.high, self._lower(x), x.ld], 4 * h + 16)
+    def _site(self, rows: int, site: Site | None, pending: Returned | None) -> None:
+        """Mix the last half's result in, project, collapse and norm the streams; without a site only the mix."""
+        c, x, plain = self.config, self.scratch.split["x"], self.scratch.plain
+        if not self._low and c.hidden_size % 4 == 0:
+            self._site_of_prompt(rows, site, pending)
             return
-        arguments: list[Argument] = [rows, h, chunks, plain["partial"], site.base, site.scale, c.rms_norm_eps, *balance, plain["pre"]]
-        self.device.launch("site_balance_prompt", (-(-rows // 32),), 256, arguments)
-        self.device.launch("site_close_prompt", (rows,), 256, [plain["streams"], h, plain["pre"], site.norm, c.rms_norm_eps, x.high, x.ld], 4 * h)
+        given = SiteGiven(plain["streams"].address, int(pending is not None), plain["coefficients"].address, pending or Returned())
+        if site:
+            given.fn, given.base, given.scale, given.norm = (b.address for b in (site.fn, site.base, site.scale, site.norm))
+        given.norm_eps, given.hc_eps, given.iterations, given.ldx = c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters, x.ld
+        given.x_high, given.x_low = x.high.address, low.address if (low := self._lower(x)) else 0
+        blocks = site_blocks(c.hidden_size)
+        self.device.launch("site", (blocks, rows), 256, [given], 0, blocks)
 
-    def _open_site(self, rows: int, fn: Buffer | None, pending: Returned | None) -> int:
-        """Mix the last half's result in and project the streams. Returns in how many chunks of columns the projection lies."""
-        s, h = self.scratch, self.config.hidden_size
-        arguments: list[Argument] = [
-            s.plain["streams"], rows, h, int(pending is not None), s.plain["coefficients"], pending or Returned(), fn, s.plain["partial"],
-        ]  # fmt: skip
-        if self._low or h % 4:
-            self.device.launch("site_open", (s.chunks, -(-rows // 8)), 256, arguments)
-            return s.chunks
-        chunks = -(-h // PROMPT_COLUMNS)
-        self.device.launch("site_open_prompt", (chunks, -(-rows // PROMPT_ROWS)), 256, arguments)
-        return chunks
+    def _site_of_prompt(self, rows: int, site: Site | None, pending: Returned | None) -> None:
+        c, plain, x, h, chunks = self.config, self.scratch.plain, self.scratch.split["x"], self.config.hidden_size, self.scratch.chunks
+        mixed: list[Argument] = [plain["streams"], rows, h, int(pending is not None), plain["coefficients"], pending or Returned()]
+        self.device.launch("site_open_prompt", (chunks, -(-rows // PROMPT_ROWS)), 256, [*mixed, site.fn if site else None, plain["partial"]])
+        if not site:
+            return
+        projected: list[Argument] = [rows, h, chunks, plain["partial"], site.base, site.scale]
+        balance: list[Argument] = [c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters, plain["coefficients"], plain["pre"]]
+        self.device.launch("site_balance_prompt", (-(-rows // 32),), 256, [*projected, *balance])
+        self.device.launch("site_close_prompt", (rows,), 256, [plain["streams"], h, plain["pre"], site.norm, c.rms_norm_eps, x.high, x.ld], 4 * h)
 
     def _kda(self, rows: int, index: int, w: KdaOnDevice, at: RowArrays, spans: int) -> Returned:
         c, s, st = self.config, self.scratch, self.states

@@ -118,8 +118,11 @@ class Device(Protocol):
         """Zero device memory, in order."""
         ...
 
-    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Argument], shared: int = 0) -> None:
-        """Enqueue a kernel. Arguments: buffers and Pointers by address, int as a C int, float as a C float, None as null, structures by value."""
+    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Argument], shared: int = 0, cluster: int = 1) -> None:
+        """Enqueue a kernel. Arguments: buffers and Pointers by address, int as a C int, float as a C float, None as null, structures by value.
+
+        `cluster`: so many blocks side by side (1, 2, 4, 8 or 16) run together and reach each other's shared memory.
+        """
         ...
 
     def tensor_map(self, start: Pointer, rows: int, row_bytes: int, box_rows: int) -> TensorMap:
@@ -245,6 +248,27 @@ class Returned(ctypes.Structure):
     """What a half layer returned; mirrors `struct Returned` of hyper.cu."""
 
     _fields_ = (("y", ctypes.c_void_p), ("pairs", ctypes.c_void_p), ("ids", ctypes.c_void_p), ("weights", ctypes.c_void_p), ("top_k", ctypes.c_int))
+
+
+class SiteGiven(ctypes.Structure):
+    """What a site of few rows is given; mirrors `struct SiteGiven` of hyper.cu."""
+
+    _fields_ = (
+        ("streams", ctypes.c_void_p),
+        ("mixed", ctypes.c_int),
+        ("coefficients", ctypes.c_void_p),
+        ("returned", Returned),
+        ("fn", ctypes.c_void_p),
+        ("base", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("norm_eps", ctypes.c_float),
+        ("hc_eps", ctypes.c_float),
+        ("iterations", ctypes.c_int),
+        ("x_high", ctypes.c_void_p),
+        ("x_low", ctypes.c_void_p),
+        ("ldx", ctypes.c_int),
+    )
 
 
 def kda_in_chunks(head_dim: int) -> bool:

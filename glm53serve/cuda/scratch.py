@@ -11,6 +11,8 @@ from glm53serve.model.config import DSA, KDA, SPARSE, ModelConfig
 SLACK = 1024
 DECODE_SPLIT = 64
 """Selected tokens one block attends in a pass of few rows."""
+PROMPT_COLUMNS = 128
+"""Columns of every stream that a block of a prompt's mHC site projects."""
 GROUP_ROWS = 512
 """Rows that attend together in a pass of many rows; between groups the pass may stop."""
 
@@ -94,8 +96,8 @@ class Scratch:
 
     @property
     def chunks(self) -> int:
-        """Column blocks of an mHC site."""
-        return -(-self.config.hidden_size // 32)
+        """Column blocks of an mHC site of a prompt."""
+        return -(-self.config.hidden_size // PROMPT_COLUMNS)
 
     @property
     def group(self) -> int:

@@ -1,5 +1,6 @@
 // Shared by every kernel file: number formats, warp helpers, tensor-core fragments. Compile-time sizes come from the command line:
-// HC (residual streams), KDA_D (KDA head dim), CONV (taps), HEADS, LATENT (latent width, padded to 64), MAX_ROWS (largest decode bucket),
+// HIDDEN (hidden size), SITE_BLOCKS (blocks that share a row of a site in passes of few rows), HC (residual streams),
+// KDA_D (KDA head dim), CONV (taps), HEADS, LATENT (latent width, padded to 64), MAX_ROWS (largest decode bucket),
 // FORMATS (bit f: the model has matrices of format f), EXACT (products of many rows on bf16 pairs too).
 // GLM_EMULATE replaces the few machine-specific parts by plain C++ of the same meaning.
 typedef unsigned short u16;
@@ -98,6 +99,27 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global), "r"(bytes), "r"((u32)__cvta_generic_to_shared(barrier)) : "memory");
 }
+// Blocks of a cluster send values into each other's shared memory, counted in bytes at a barrier there: none before all have begun, which is so behind
+// `cluster_wait`, and none to a block that has ended, which none does before it has all that is sent to it.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ u32 in_block(const void* mine, int block) {  // the place in that block's shared memory
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"((u32)__cvta_generic_to_shared(mine)), "r"(block));
+    return there;
+}
+__device__ __forceinline__ void send16(void* to, const F4& v, u64* barrier, int block) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(in_block(to, block)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(in_block(barrier, block)) : "memory");
+}
+__device__ __forceinline__ void send4(void* to, float v, u64* barrier, int block) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(in_block(to, block)), "f"(v), "r"(in_block(barrier, block)) : "memory");
+}
+__device__ __forceinline__ void barrier_wait_sent(u64* barrier, u32 parity) {  // as barrier_wait, for what blocks of the cluster send
+    asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@done bra OVER;\nbra AGAIN;\nOVER:\n}"
+                 ::"r"((u32)__cvta_generic_to_shared(barrier)), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 // The map's box of rows x 64 bf16 columns from (row, column) on, swizzled as the tensor cores want it; zeros beyond the array.
 __device__ __forceinline__ void tile_copy(void* shared, const TensorMap* map, int column, int row, u64* barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"

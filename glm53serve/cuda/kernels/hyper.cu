@@ -1,8 +1,6 @@
 // The residual streams: embedding rows, hyper-connection sites (model spec 3), the final norm (model spec 7.1).
 
 #define OUTS ((2 + HC) * HC)
-#define SITE_COLUMNS 32
-#define SITE_TOKENS 8
 #define COEFFICIENTS (HC + HC * HC)  // post [HC], then mix [HC][HC]
 
 // X[t][j] = embedding row of the token. kind 0: float32 table, 1: bf16 table. grid (T, H / 512), 512 threads.
@@ -19,77 +17,9 @@ KERNEL embed(float* X, const int* ids, const void* table, int kind, int H) {
 // What a feed-forward or attention half returned for one value: one array, or weighted experts plus the shared expert.
 struct Returned { const float* y; const float* pairs; const int* ids; const float* weights; int top_k; };
 
-__device__ __forceinline__ float returned(const Returned& from, int row, int column, int H) {
-    float v = 0.0f;
-    if (from.pairs)
-#pragma unroll 8
-        for (int i = 0; i < from.top_k; ++i) {
-            const int at = row * from.top_k + i;
-            const float y = from.pairs[(long)at * H + column];  // of a dead row: stale, and not used
-            v += from.ids[at] >= 0 ? from.weights[at] * y : 0.0f;
-        }
-    if (from.y) v += from.y[(long)row * H + column];
-    return v;
-}
-
-// First half of a site: the streams take the last half's result (mixed != 0), then partial sums of the projection over 32 columns of every stream.
-// X [T][HC][H] in place; coefficients [T][COEFFICIENTS] of the last site; fn [OUTS][HC*H] or null (mix only);
-// partial [T][OUTS + 1][gridDim.x], the last is the sum of squares. grid (H / 32, T / 8), 256 threads: one a token and column.
-KERNEL __launch_bounds__(256) site_open(float* X, int T, int H, int mixed, const float* coefficients, const Returned from, const float* fn, float* partial) {
-    __shared__ __align__(16) float x[SITE_TOKENS][HC * SITE_COLUMNS + 4];
-    __shared__ __align__(16) float f[OUTS][HC * SITE_COLUMNS + 4];
-    LET_NEXT_START();
-    const int c = threadIdx.x & 31, token = threadIdx.x >> 5, column = blockIdx.x * SITE_COLUMNS + c, row = blockIdx.y * SITE_TOKENS + token;
-    if (fn)
-#pragma unroll
-        for (int i = 0; i < (OUTS * HC * SITE_COLUMNS + 255) / 256; ++i) {
-            const int at = 256 * i + threadIdx.x, o = at / (HC * SITE_COLUMNS), rest = at % (HC * SITE_COLUMNS), j = rest / SITE_COLUMNS;
-            if (o < OUTS) f[o][rest] = column < H ? fn[((long)o * HC + j) * H + column] : 0.0f;
-        }
-    if (!mixed) WAIT_BEFORE();  // else the streams are older than the kernel before; only what it returned is not
-    const bool there = row < T && column < H;
-    float v[HC];
-#pragma unroll
-    for (int j = 0; j < HC; ++j) v[j] = there ? X[((long)row * HC + j) * H + column] : 0.0f;
-    if (mixed && there) {
-        const float* q = coefficients + (long)row * COEFFICIENTS;
-        float by[COEFFICIENTS];
-#pragma unroll
-        for (int i = 0; i < COEFFICIENTS; ++i) by[i] = q[i];
-        WAIT_BEFORE();
-        const float y = returned(from, row, column, H);
-        float mixed_value[HC];
-#pragma unroll
-        for (int k = 0; k < HC; ++k) {
-            float sum = by[k] * y;
-#pragma unroll
-            for (int j = 0; j < HC; ++j) sum += by[HC + j * HC + k] * v[j];
-            mixed_value[k] = sum;
-        }
-#pragma unroll
-        for (int k = 0; k < HC; ++k) {
-            v[k] = mixed_value[k];
-            X[((long)row * HC + k) * H + column] = v[k];
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < HC; ++j) x[token][j * SITE_COLUMNS + c] = v[j];
-    WAIT_BEFORE();
-    if (!fn) return;
-    __syncthreads();
-    const int o = c;
-    if (row >= T || o > OUTS) return;
-    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 8
-    for (int i = 0; i < HC * SITE_COLUMNS; i += 4) {
-        const F4 a = *(const F4*)&x[token][i], b = o == OUTS ? a : *(const F4*)&f[o][i];
-        sum[0] += a.x * b.x; sum[1] += a.y * b.y; sum[2] += a.z * b.z; sum[3] += a.w * b.w;
-    }
-    partial[((long)row * (OUTS + 1) + o) * gridDim.x + blockIdx.x] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
-// The same for the many rows of a prompt: the projection on tensor cores, of bf16 pairs (16 bits of mantissa), chunks of PROMPT_COLUMNS columns;
-// partial [T][gridDim.x][OUTS + 1].
+// First half of a site for the many rows of a prompt: the streams take the last half's result (mixed != 0), then partial sums of the projection over
+// PROMPT_COLUMNS columns of every stream, on tensor cores, of bf16 pairs (16 bits of mantissa). X [T][HC][H] in place; coefficients [T][COEFFICIENTS] of the
+// last site; fn [OUTS][HC*H] or null (mix only); partial [T][gridDim.x][OUTS + 1], the last is the sum of squares.
 // A lane has four neighbouring columns of two rows in the places of a product's A operand; the order of columns within a product does not matter.
 #define PROMPT_COLUMNS 128
 #define PROMPT_ROWS 64
@@ -200,8 +130,10 @@ KERNEL __launch_bounds__(256) site_open_prompt(float* X, int T, int H, int mixed
     }
 }
 
-// Doubly stochastic mixing matrix M[j][k] at j * HC + k, by one thread: nothing to wait for but divisions.
+// Doubly stochastic mixing matrix M[j][k] at j * HC + k, by one thread: nothing to wait for but divisions. The rounds scale rows and columns: M stays as it is
+// until the end, beside the row's and the column's divisors.
 __device__ __forceinline__ void sinkhorn(float* m, int iterations, float eps) {
+    float rows[HC], columns[HC], by_row[HC], by_column[HC];
 #pragma unroll
     for (int j = 0; j < HC; ++j) {
         float best = m[j * HC], total = 0.0f;
@@ -209,119 +141,33 @@ __device__ __forceinline__ void sinkhorn(float* m, int iterations, float eps) {
         for (int k = 1; k < HC; ++k) best = fmaxf(best, m[j * HC + k]);
 #pragma unroll
         for (int k = 0; k < HC; ++k) total += m[j * HC + k] = expf(m[j * HC + k] - best);
+        const float by_total = __fdividef(1.0f, total);
 #pragma unroll
-        for (int k = 0; k < HC; ++k) m[j * HC + k] = m[j * HC + k] / total + eps;
+        for (int k = 0; k < HC; ++k) m[j * HC + k] = m[j * HC + k] * by_total + eps;
+        rows[j] = columns[j] = by_row[j] = by_column[j] = 1.0f;
     }
     for (int i = 0; i < iterations; ++i) {
         if (i)
 #pragma unroll
             for (int j = 0; j < HC; ++j) {
-                float row = eps;
+                rows[j] *= eps;
 #pragma unroll
-                for (int k = 0; k < HC; ++k) row += m[j * HC + k];
-                const float by = __fdividef(1.0f, row);
-#pragma unroll
-                for (int k = 0; k < HC; ++k) m[j * HC + k] *= by;
+                for (int k = 0; k < HC; ++k) rows[j] += m[j * HC + k] * by_column[k];
+                by_row[j] = __fdividef(1.0f, rows[j]);
             }
 #pragma unroll
         for (int k = 0; k < HC; ++k) {
-            float column = eps;
+            columns[k] *= eps;
 #pragma unroll
-            for (int j = 0; j < HC; ++j) column += m[j * HC + k];
-            const float by = __fdividef(1.0f, column);
-#pragma unroll
-            for (int j = 0; j < HC; ++j) m[j * HC + k] *= by;
+            for (int j = 0; j < HC; ++j) columns[k] += m[j * HC + k] * by_row[j];
+            by_column[k] = __fdividef(1.0f, columns[k]);
         }
     }
+#pragma unroll
+    for (int i = 0; i < HC * HC; ++i) m[i] *= by_row[i / HC] * by_column[i % HC];
 }
 
-// Four neighbouring values from column c on; zeros beyond H.
-__device__ __forceinline__ F4 quad_at(const float* from, int c, int H) {
-    if (H % 4 == 0 && c < H) return *(const F4*)(from + c);
-    return {c < H ? from[c] : 0.0f, c + 1 < H ? from[c + 1] : 0.0f, c + 2 < H ? from[c + 2] : 0.0f, c + 3 < H ? from[c + 3] : 0.0f};
-}
-
-#define CLOSE_WARPS 16
-#define CLOSE_COLUMNS (CLOSE_WARPS * 128)  // of all warps at a time
-// Second half of a site: coefficients [T][COEFFICIENTS] and the sub-layer's normalised input, split, [T][ldx].
-// grid (T), 544 threads: the last warp balances the mixing matrix while the others collapse the streams. Dynamic shared memory: H + 4 floats.
-KERNEL __launch_bounds__(544) site_close(const float* X, int H, int chunks, const float* partial, const float* base, const float* scale, const float* norm, float norm_eps,
-                                         float hc_eps, int iterations, float* coefficients, u16* x_high, u16* x_low, int ldx) {
-    DYNAMIC_SHARED(float, x);
-    __shared__ float y[32], add[OUTS], by_part[3];  // base and scale
-    __shared__ float room[CLOSE_WARPS];
-    const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    LET_NEXT_START();
-    F4 weight[2];
-#pragma unroll
-    for (int m = 0; m < 2; ++m) weight[m] = quad_at(norm, warp < CLOSE_WARPS ? 4 * threadIdx.x + CLOSE_COLUMNS * m : H, H);
-    if (threadIdx.x < OUTS) add[threadIdx.x] = base[threadIdx.x];
-    if (threadIdx.x < 3) by_part[threadIdx.x] = scale[threadIdx.x];
-    WAIT_BEFORE();
-    float sum[2] = {0.0f, 0.0f};
-#pragma unroll 4
-    for (int i = lane; i < chunks; i += 32)
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-            if (warp + 17 * m <= OUTS) sum[m] += partial[((long)row * (OUTS + 1) + warp + 17 * m) * chunks + i];
-    // The first columns of a thread are requested before the coefficients are known.
-    const float* from = X + (long)row * HC * H;
-    F4 v[2][HC];
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int j = 0; j < HC; ++j) v[m][j] = quad_at(from + (long)j * H, warp < CLOSE_WARPS ? 4 * threadIdx.x + CLOSE_COLUMNS * m : H, H);
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-        sum[m] = warp_sum(sum[m]);
-        if (lane == 0 && warp + 17 * m <= OUTS) y[warp + 17 * m] = sum[m];
-    }
-    __syncthreads();
-    const float inverse = 1.0f / sqrtf(y[OUTS] / (HC * H) + norm_eps);
-    float* to = coefficients + (long)row * COEFFICIENTS;
-    if (warp == CLOSE_WARPS) {
-        if (lane < HC) to[lane] = 2.0f * sigmoid(y[HC + lane] * inverse * by_part[1] + add[HC + lane]);
-        float m[HC * HC];
-#pragma unroll
-        for (int i = 0; i < HC * HC; ++i) m[i] = y[2 * HC + i] * inverse * by_part[2] + add[2 * HC + i];
-        if (lane == 0) {
-            sinkhorn(m, iterations, hc_eps);
-#pragma unroll
-            for (int i = 0; i < HC * HC; ++i) to[HC + i] = m[i];
-        }
-        return;
-    }
-    const float own = sigmoid(y[lane < HC ? lane : 0] * inverse * by_part[0] + add[lane < HC ? lane : 0]) + hc_eps;
-    float pre[HC], squares = 0.0f;
-#pragma unroll
-    for (int j = 0; j < HC; ++j) pre[j] = __shfl_sync(0xffffffffu, own, j);
-    for (int m = 0, c = 4 * threadIdx.x; c < H; ++m, c += CLOSE_COLUMNS) {
-        F4 total = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int j = 0; j < HC; ++j) add_scaled(total, pre[j], m == 0 ? v[0][j] : m == 1 ? v[1][j] : quad_at(from + (long)j * H, c, H));
-        *(F4*)&x[c] = total;
-        squares += total.x * total.x + total.y * total.y + total.z * total.z + total.w * total.w;
-    }
-    squares = warp_sum(squares);
-    if (lane == 0) room[warp] = squares;
-    BARRIER(1, 32 * CLOSE_WARPS);
-    squares = warp_sum(lane < CLOSE_WARPS ? room[lane] : 0.0f);
-    const float by = 1.0f / sqrtf(squares / H + norm_eps);
-    for (int m = 0, c = 4 * threadIdx.x; c < H; ++m, c += CLOSE_COLUMNS) {
-        const F4 w = m == 0 ? weight[0] : m == 1 ? weight[1] : quad_at(norm, c, H), value = *(const F4*)&x[c];
-        const float out[4] = {w.x * (value.x * by), w.y * (value.y * by), w.z * (value.z * by), w.w * (value.w * by)};
-        if (x_low && c + 4 <= H && ldx % 4 == 0) {
-            u32 high[2], low[2];
-            split_pair(out[0], out[1], high[0], low[0]);
-            split_pair(out[2], out[3], high[1], low[1]);
-            *(U2*)(x_high + (long)row * ldx + c) = {high[0], high[1]};
-            *(U2*)(x_low + (long)row * ldx + c) = {low[0], low[1]};
-        } else
-            for (int i = 0; i < 4 && c + i < H; ++i) store_split(x_high, x_low, (long)row * ldx + c + i, out[i]);
-    }
-}
-
-// The second half for the many rows of a prompt, in two: what a row's projection says, then the collapse of its streams.
+// The second half, in two: what a row's projection says, then the collapse of its streams.
 // pre [T][HC]: weights of the streams. grid (T / BALANCE_ROWS), 256 threads: a warp sums rows, a thread balances one.
 #define BALANCE_ROWS 32
 KERNEL __launch_bounds__(256) site_balance_prompt(int T, int H, int chunks, const float* partial, const float* base, const float* scale, float norm_eps, float hc_eps,
@@ -379,6 +225,197 @@ KERNEL __launch_bounds__(256, 4) site_close_prompt(const float* X, int H, const 
         *(u32*)to = pack_bf16(n.x * (v.x * to_unit), n.y * (v.y * to_unit));
         *(u32*)(to + 8) = pack_bf16(n.z * (v.z * to_unit), n.w * (v.w * to_unit));
     }
+}
+
+// A site in passes of few rows: mix, project, collapse and norm in one launch. A cluster of SITE_BLOCKS blocks has a row, a block a run of its columns. What a
+// block sums over its columns it sends to all blocks, and each adds up what all have sent, in their order.
+// Logits of the coefficients are left to the next site, which balances the mixing matrix while it waits for what that matrix mixes.
+#define SITE_WARPS 8
+#define SITE_THREADS (32 * SITE_WARPS)
+#define SHARE (((HIDDEN + SITE_BLOCKS - 1) / SITE_BLOCKS + 3) / 4 * 4)    // columns of a block, but for the last ones
+#define WIDTH ((SHARE + SITE_THREADS - 1) / SITE_THREADS * SITE_THREADS)  // room for them
+#define EACH_COLUMN(at) for (int turn = 0, at = threadIdx.x; turn < WIDTH / SITE_THREADS; ++turn, at += SITE_THREADS)
+#define COLUMN_THERE(c) (HIDDEN == SITE_BLOCKS * WIDTH || (c) < end)
+#define WARP_OUTS ((OUTS + SITE_WARPS - 1) / SITE_WARPS)                  // outputs of the projection a warp sums over its block's columns: at most 3
+#define FN_COLUMNS 128                                                    // of every stream, that a warp has of fn at a time: four neighbouring ones a lane
+
+// X [T][HC][HIDDEN] in place; coefficients [T][COEFFICIENTS]: logits of the last site (mixed != 0), then of this one; fn [OUTS][HC*HIDDEN] or null (mix only);
+// base [OUTS]; scale [3]; norm [HIDDEN]; the sub-layer's normalised input, split, [T][ldx].
+struct SiteGiven {
+    float* X; int mixed; float* coefficients; Returned from;
+    const float *fn, *base, *scale, *norm; float norm_eps, hc_eps; int iterations; u16 *x_high, *x_low; int ldx;
+};
+
+__device__ __forceinline__ float quick_sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
+// Sums over the lanes of a warp of four values, for all lanes.
+__device__ __forceinline__ F4 warp_sums(const F4& v) {
+    const bool high = threadIdx.x & 16, odd = threadIdx.x & 8;
+    const float a = (high ? v.z : v.x) + __shfl_xor_sync(0xffffffffu, high ? v.x : v.z, 16), b = (high ? v.w : v.y) + __shfl_xor_sync(0xffffffffu, high ? v.y : v.w, 16);
+    float sum = (odd ? b : a) + __shfl_xor_sync(0xffffffffu, odd ? a : b, 8);
+    for (int o = 4; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+    return {__shfl_sync(0xffffffffu, sum, 0), __shfl_sync(0xffffffffu, sum, 8), __shfl_sync(0xffffffffu, sum, 16), __shfl_sync(0xffffffffu, sum, 24)};
+}
+
+// grid (SITE_BLOCKS, T), 256 threads: few enough registers to begin beside a product's block, whose end it waits for.
+KERNEL __launch_bounds__(256, 3) site(const __grid_constant__ SiteGiven s) {
+    __shared__ __align__(16) float streams[HC][WIDTH];
+    __shared__ __align__(16) float sums[SITE_BLOCKS][4 * SITE_WARPS];  // of every block and warp: WARP_OUTS outputs, squares of the streams
+    __shared__ __align__(16) float squares[SITE_BLOCKS * SITE_WARPS];  // of what the streams collapse to
+    __shared__ __align__(16) float q[COEFFICIENTS];
+    __shared__ float norm[WIDTH], add[32], by_part[32];
+    __shared__ __align__(8) u64 heard[2];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = blockIdx.x, row = blockIdx.y, begin = rank * SHARE, end = min(HIDDEN, begin + SHARE);
+    const float* own_fn = s.fn + WARP_OUTS * HC * HIDDEN * warp + begin;
+    const int own_outs = min(WARP_OUTS, OUTS - WARP_OUTS * warp);
+    LET_NEXT_START();
+    if (s.fn) {
+        if (threadIdx.x == 0) {
+            barrier_init(&heard[0], 1);
+            barrier_init(&heard[1], 1);
+            barriers_ready();
+            barrier_expect(&heard[0], 16 * SITE_BLOCKS * SITE_WARPS);
+            barrier_expect(&heard[1], 4 * SITE_BLOCKS * SITE_WARPS);
+        }
+        __syncwarp();
+        cluster_arrive();
+        for (int n = lane; n < own_outs * HC * (WIDTH / 32); n += 32) {  // what is not in registers before the wait is in L2 by then
+            const int c = n % (WIDTH / 32) * 32;
+            if (COLUMN_THERE(begin + c)) prefetch_l2(own_fn + n / (WIDTH / 32) * HIDDEN + c);
+        }
+    }
+    if (!s.mixed) WAIT_BEFORE();  // else the streams are older than the kernel before, and so is how what that returns is weighted
+    EACH_COLUMN(at)
+#pragma unroll
+        for (int j = 0; j < HC; ++j) streams[j][at] = COLUMN_THERE(begin + at) ? s.X[(row * HC + j) * HIDDEN + begin + at] : 0.0f;
+    const bool counts = s.mixed && s.from.pairs && lane < s.from.top_k && s.from.ids[row * s.from.top_k + lane] >= 0;
+    const float weight = counts ? s.from.weights[row * s.from.top_k + lane] : 0.0f;
+    const u32 alive = __ballot_sync(0xffffffffu, counts);  // bit i: expert i counts; what a dead row has in its place is stale
+    const int o = WARP_OUTS * (lane >> 2) + (lane & 3);    // the output whose sum this lane will have
+    const bool has_output = (lane & 3) < WARP_OUTS && o < OUTS;
+    if (s.fn) {
+        EACH_COLUMN(at) norm[at] = COLUMN_THERE(begin + at) ? s.norm[begin + at] : 0.0f;
+        if (warp == 0) {
+            add[lane] = has_output ? s.base[o] : 0.0f;
+            by_part[lane] = has_output ? s.scale[o < HC ? 0 : o < 2 * HC ? 1 : 2] : 0.0f;
+        }
+    }
+    if (s.mixed && threadIdx.x == SITE_THREADS - 32) {
+        const float* logits = s.coefficients + row * COEFFICIENTS;
+        float post[HC], m[HC * HC];
+#pragma unroll
+        for (int j = 0; j < HC; ++j) post[j] = logits[j];
+#pragma unroll
+        for (int i = 0; i < HC * HC; ++i) m[i] = logits[HC + i];
+        sinkhorn(m, s.iterations, s.hc_eps);
+#pragma unroll
+        for (int j = 0; j < HC; ++j) q[j] = 2.0f * quick_sigmoid(post[j]);
+#pragma unroll
+        for (int i = 0; i < HC * HC; ++i) q[HC + i] = m[i];
+    }
+    __syncwarp();
+    F4 f[WARP_OUTS][HC];
+    auto fill = [&](int at) {
+#pragma unroll
+        for (int i = 0; i < WARP_OUTS; ++i)
+#pragma unroll
+            for (int j = 0; j < HC; ++j) {
+                const int c = begin + at + 4 * lane;
+                const float* quad = own_fn + (i * HC + j) * HIDDEN + at + 4 * lane;
+                const bool there = i < own_outs;
+                if (HIDDEN % 4 == 0) f[i][j] = there && COLUMN_THERE(c) ? *(const F4*)quad : F4{0.0f, 0.0f, 0.0f, 0.0f};
+                else f[i][j] = {there && c < end ? quad[0] : 0.0f, there && c + 1 < end ? quad[1] : 0.0f, there && c + 2 < end ? quad[2] : 0.0f, there && c + 3 < end ? quad[3] : 0.0f};
+            }
+    };
+    if (s.fn) {
+        fill(0);
+        cluster_wait();
+    }
+    if (s.mixed) WAIT_BEFORE();
+    float own = 0.0f;  // squares of this thread's streams
+    EACH_COLUMN(at) {
+        const int c = begin + at;
+        const bool there = s.mixed && COLUMN_THERE(c);
+        float y = 0.0f;
+        if (s.mixed && s.from.pairs)
+#pragma unroll 1
+            for (int i = 0; i < s.from.top_k; i += 8) {
+                const float* pairs = s.from.pairs + (row * s.from.top_k + i) * HIDDEN + c;
+                const u32 here = there ? alive >> i : 0;
+                float part[8];
+#pragma unroll
+                for (int k = 0; k < 8; ++k) part[k] = here >> k & 1 ? pairs[k * HIDDEN] : 0.0f;
+#pragma unroll
+                for (int k = 0; k < 8; ++k) y += __shfl_sync(0xffffffffu, weight, i + k) * part[k];
+            }
+        if (there && s.from.y) y += s.from.y[row * HIDDEN + c];
+        if (s.mixed && !turn) __syncthreads();  // the coefficients are there
+        float v[HC];
+#pragma unroll
+        for (int j = 0; j < HC; ++j) v[j] = streams[j][at];
+#pragma unroll
+        for (int k = 0; k < HC; ++k) {
+            float to = v[k];
+            if (s.mixed) {
+                to = q[k] * y;
+#pragma unroll
+                for (int j = 0; j < HC; ++j) to += q[HC + j * HC + k] * v[j];
+                if (there) s.X[(row * HC + k) * HIDDEN + c] = to;
+            }
+            streams[k][at] = to;
+            own += to * to;
+        }
+    }
+    if (!s.fn) return;
+    __syncthreads();
+    float sum[3] = {0.0f, 0.0f, 0.0f};
+    auto project = [&](int at) {
+#pragma unroll
+        for (int j = 0; j < HC; ++j) {
+            const F4 a = *(const F4*)&streams[j][at + 4 * lane];
+#pragma unroll
+            for (int i = 0; i < WARP_OUTS; ++i) {
+                sum[i] += a.x * f[i][j].x;
+                sum[i] += a.y * f[i][j].y;
+                sum[i] += a.z * f[i][j].z;
+                sum[i] += a.w * f[i][j].w;
+            }
+        }
+    };
+    project(0);
+#pragma unroll 1
+    for (int at = FN_COLUMNS; at < WIDTH; at += FN_COLUMNS) {
+        fill(at);
+        project(at);
+    }
+    const F4 of_warp = warp_sums({sum[0], sum[1], sum[2], own});
+    if (lane < SITE_BLOCKS) send16(&sums[rank][4 * warp], of_warp, &heard[0], lane);
+    barrier_wait_sent(&heard[0], 0);
+    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int b = 0; b < SITE_BLOCKS; ++b) part[b & 3] += sums[b][lane];
+    const float total = (part[0] + part[1]) + (part[2] + part[3]);
+    float all = total;
+    for (int m = 4; m < 32; m <<= 1) all += __shfl_xor_sync(0xffffffffu, all, m);
+    const float inverse = rsqrtf(__shfl_sync(0xffffffffu, all, 3) * (1.0f / (HC * HIDDEN)) + s.norm_eps);
+    const float logit = total * inverse * by_part[lane] + add[lane], gate = quick_sigmoid(logit) + s.hc_eps;
+    if (rank == 0 && warp == 0 && has_output && o >= HC) s.coefficients[row * COEFFICIENTS + o - HC] = logit;
+    float pre[HC], square = 0.0f;
+#pragma unroll
+    for (int j = 0; j < HC; ++j) pre[j] = __shfl_sync(0xffffffffu, gate, 4 * (j / WARP_OUTS) + j % WARP_OUTS);
+    EACH_COLUMN(at) {
+        float to = 0.0f;
+#pragma unroll
+        for (int j = 0; j < HC; ++j) to += pre[j] * streams[j][at];
+        streams[0][at] = to;
+        square += to * to;
+    }
+    square = warp_sum(square);
+    if (lane < SITE_BLOCKS) send4(&squares[rank * SITE_WARPS + warp], square, &heard[1], lane);
+    barrier_wait_sent(&heard[1], 0);
+    const F4 four = lane < SITE_WARPS / 4 * SITE_BLOCKS ? *(const F4*)&squares[4 * lane] : F4{0.0f, 0.0f, 0.0f, 0.0f};
+    const float to_unit = rsqrtf(warp_sum((four.x + four.y) + (four.z + four.w)) * (1.0f / HIDDEN) + s.norm_eps);
+    EACH_COLUMN(at)
+        if (COLUMN_THERE(begin + at)) store_split(s.x_high, s.x_low, (long)row * s.ldx + begin + at, norm[at] * (streams[0][at] * to_unit));
 }
 
 // h = rms(mean of the streams), split, [T][ldx]; row r of the output is row rows[r] of X (null: r). grid (T), 1,024 threads. Dynamic shared memory: H floats.

@@ -25,13 +25,13 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
-def build(defines: Mapping[str, int], flags: Sequence[str] = ("-O2",), edit: Callable[[str], str] = str) -> Path:
-    """Compile all kernels with these sizes into a shared library, once for each text and sizes. `edit` may change their text."""
+def build(defines: Mapping[str, int], flags: Sequence[str] = ("-O2",), edit: Callable[[str], str] = str, sources: Sequence[str] = SOURCES) -> Path:
+    """Compile kernels with these sizes into a shared library, once for each text and sizes. `edit` may change their text."""
     common = "".join((KERNEL_DIR / part).read_text() for part in ("common.cuh", *HEADERS))
-    body = "".join((KERNEL_DIR / f"{name}.cu").read_text() for name in SOURCES)
+    body = "".join((KERNEL_DIR / f"{name}.cu").read_text() for name in sources)
     names = kernel_names(body, defines)
     calls = "".join(f'extern "C" void call_{name}(void** p) {{ call_kernel({name}, p); }}\n' for name in names)
-    text = f'#define GLM_EMULATE 1\n#include "{HERE / "emulate.h"}"\n{edit(common + body)}{calls}'
+    text = f'#define GLM_EMULATE 1\n#include "{HERE / "emulate.h"}"\nnamespace {{\n{edit(common + body)}}}\n{calls}'
     flags = ["-std=c++17", "-fPIC", "-w", *flags, *(f"-D{key}={value}" for key, value in sorted(defines.items()))]
     parts = [text, *((HERE / part).read_text() for part in ("emulate.h", "watch.h"))]
     digest = hashlib.sha256("".join([*flags, *parts]).encode()).hexdigest()[:20]
@@ -84,7 +84,7 @@ class EmulatedDevice:
 
     def __init__(self, defines: Mapping[str, int], memory: int = 1 << 40) -> None:
         self._library = ctypes.CDLL(str(self._build(defines)))
-        self._library.emulate_launch.argtypes = [ctypes.c_void_p] + [ctypes.c_uint] * 5 + [ctypes.c_int, ctypes.c_void_p]
+        self._library.emulate_launch.argtypes = [ctypes.c_void_p] + [ctypes.c_uint] * 6 + [ctypes.c_int, ctypes.c_void_p]
         self._library.emulate_launch.restype = None
         self._kernels: dict[str, int] = {}
         self._memory: list[NDArray[np.uint8]] = []
@@ -141,17 +141,18 @@ class EmulatedDevice:
     def zero(self, to: Pointer, nbytes: int) -> None:
         self._do(lambda: ctypes.memset(to, 0, nbytes) and None)
 
-    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Argument], shared: int = 0) -> None:
+    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Argument], shared: int = 0, cluster: int = 1) -> None:
         if kernel not in self._kernels:
             self._kernels[kernel] = ctypes.cast(self._library[f"call_{kernel}"], ctypes.c_void_p).value or 0
         array, keep = pack_arguments(arguments)
         x, y, z = (*grid, 1, 1)[:3]
+        assert cluster in (1, 2, 4, 8, 16) and x % cluster == 0, (kernel, grid, cluster)
         assert 0 < threads <= 1024 and threads % 32 == 0 and min(x, y, z) > 0 and max(y, z) < 65536 and shared <= 227 << 10, (kernel, grid, threads, shared)
 
         def call() -> None:
             assert keep
             self.launches[kernel] = self.launches.get(kernel, 0) + 1
-            self._run(kernel, (x, y, z, threads, shared, int(self.copies_late), ctypes.cast(array, ctypes.c_void_p)))
+            self._run(kernel, (x, y, z, threads, shared, cluster, int(self.copies_late), ctypes.cast(array, ctypes.c_void_p)))
             self.after_launch(kernel)
 
         self._do(call)

@@ -3,6 +3,7 @@
 // Device memory is one arena, and each of its bytes knows the launch and block that wrote it last, and that read it last.
 // Faults between launches: a thread of an overlapped launch that has not passed its wait may read nothing that launch `young` or a later one wrote, write nothing,
 // and not end. Faults between blocks of a launch, which run in any order: one reads or writes what another one has written, or writes what another one has read.
+// The blocks of a cluster count as one: they wait for each other.
 enum { EARLY_READ, EARLY_WRITE, NO_WAIT, READ_OTHERS, WRITE_OTHERS, OVERWRITE };
 struct Fault { unsigned kind, launch, writer, block, thread, bytes; unsigned long long at, times; };
 struct Access { unsigned launch, block; };
@@ -12,7 +13,7 @@ struct Watch {
     size_t size;
     Access *writer, *reader;
     unsigned launch, young, block;
-    bool overlapped, deaf, block_early;  // deaf: the kernel's waits do not count, as if it had none
+    bool overlapped, deaf;  // deaf: the kernel's waits do not count, as if it had none
     unsigned late_blocks;
     Fault faults[32];
     unsigned fault_count;
@@ -56,11 +57,8 @@ UNWATCHED __attribute__((always_inline)) static inline void saw_write(const void
     const size_t at = (uintptr_t)p - watch.begin;
     if (at < watch.size) saw_write_at(at, bytes, atomic);
 }
-UNWATCHED static void watch_block() {
-    watch.block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-    watch.block_early = false;
-}
-UNWATCHED static void watch_block_end() { watch.late_blocks += !watch.block_early; }
+UNWATCHED static void watch_block() { watch.block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); }  // of a cluster the first
+UNWATCHED static void watch_block_end() { watch.late_blocks += !block->early; }
 UNWATCHED static void watch_thread_end() { if (!self->waited) fault(NO_WAIT, 0, 0, 0); }
 UNWATCHED static void wait_before() {
     if (!watch.deaf) self->waited = true;
@@ -68,7 +66,7 @@ UNWATCHED static void wait_before() {
 }
 // A block counts as one that lets the next kernel start early when any of its threads says so before it has waited.
 UNWATCHED static void let_next_start() {
-    if (!self->waited) watch.block_early = true;
+    if (!self->waited) block->early = true;
     asm volatile("" ::: "memory");
 }
 #define WAIT_BEFORE() do { wait_before(); let_next_start(); } while (0)

@@ -5,7 +5,8 @@ behind it). Before its own wait it may rely on what was complete then: everythin
 wait; of that launch and those after it nothing. Behind its wait it sees all. The first launch of a graph, or of a round of a loop, follows whatever ran before
 it completely. A read too early, a write before the wait and a thread that never waits are faults.
 
-Blocks of a launch run in any order and at once: it is a fault, too, if one touches what another one writes.
+Blocks of a launch run in any order and at once: it is a fault, too, if one touches what another one writes. Those of a cluster wait for each other, and count
+as one block.
 """
 
 from __future__ import annotations
