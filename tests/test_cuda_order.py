@@ -193,8 +193,9 @@ MISTAKES: dict[str, tuple[str, str, set[tuple[str, Kind]]]] = {
     "a copy of the copy engine ahead of the wait": (
         "    if (!jobs.job[0].table) prime(-1, 0);\n    WAIT_BEFORE();\n",
         "    if (!jobs.job[0].table) {\n        prime(-1, 0);\n        __syncthreads();\n"
-        "        if (threadIdx.x == 0) { barrier_expect(&arrived, 16); bulk_copy(room.x, jobs.job[0].x_high, 16, &arrived); }\n"
-        "        barrier_wait(&arrived, 0);\n        __syncthreads();\n        if (threadIdx.x == 0) barrier_arrive(&arrived);\n    }\n    WAIT_BEFORE();\n",
+        "        u64* arrived = &gates.x_full[0];\n"
+        "        if (threadIdx.x == 0) { barrier_expect(arrived, 16); bulk_copy(room.x, jobs.job[0].x_high, 16, arrived); }\n"
+        "        barrier_wait(arrived, 0);\n        __syncthreads();\n        if (threadIdx.x == 0) barrier_arrive(arrived);\n    }\n    WAIT_BEFORE();\n",
         {(product, Kind.EARLY_READ) for product in PRODUCTS},
     ),
     "blocks that write the same": (

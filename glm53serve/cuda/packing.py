@@ -1,4 +1,4 @@
-"""Weights from their stored layout into tensor-core fragment order (the layout is described at the top of kernels/matmul.cu)."""
+"""Weights from their stored layout into tensor-core fragment order (the layout is described at the top of kernels/matmul.cuh)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _scales(fmt: MatrixFormat, matrix: Matrix, tiles: int, granules: int) -> F32
     scale = np.asarray(matrix.scale, np.float32)
     if fmt == "int4":
         padded = _padded(scale.reshape(matrix.rows, -1), tiles * TILE, granules * 4)
-        return np.ascontiguousarray(padded.reshape(tiles, 2, 8, granules, 4).transpose(0, 3, 1, 2, 4)).reshape(-1)
+        return np.ascontiguousarray(padded.reshape(tiles, 2, 8, granules, 2, 2).transpose(0, 3, 4, 1, 2, 5)).reshape(-1)
     if fmt == "int8":
         return _padded(scale.reshape(1, -1), 1, tiles * TILE).reshape(-1)
     blocks = scale.reshape(-(-matrix.rows // quant.BLOCK), -1)
@@ -113,13 +113,13 @@ def _paired_scales(fmt: MatrixFormat, first: Packed, second: Packed, tiles: int,
     parts = []
     for p in (first, second):
         if fmt == "int4":
-            s = p.scale.reshape(-1, granules, 2, 32).transpose(0, 2, 1, 3).reshape(-1, granules, 1, 32)[:tiles]
+            s = p.scale.reshape(-1, granules, 2, 2, 16).transpose(0, 3, 1, 2, 4).reshape(-1, granules, 2, 1, 16)[:tiles]
         elif fmt == "fp8":
             s = p.scale.reshape(-1, granules, 2, 1).transpose(0, 2, 1, 3).reshape(-1, granules, 1, 1)[:tiles]
         else:
             s = p.scale.reshape(-1, 1, 1, 8)[:tiles]
         parts.append(s)
-    return np.ascontiguousarray(np.concatenate(parts, axis=2)).reshape(-1)
+    return np.ascontiguousarray(np.concatenate(parts, axis=-2)).reshape(-1)
 
 
 def unpack(packed: Packed) -> F32Array:
@@ -129,7 +129,7 @@ def unpack(packed: Packed) -> F32Array:
     if fmt == "int4":
         nibbles = np.stack([flat & 15, flat >> 4], axis=-1).reshape(tiles, granules, 2, 2, 8, 4, 4, 2, 4)
         values = (nibbles.transpose(0, 3, 4, 1, 2, 6, 5, 8, 7).reshape(tiles * TILE, -1).astype(np.float32)) - 8
-        scale = packed.scale.reshape(tiles, granules, 2, 8, 4).transpose(0, 2, 3, 1, 4).reshape(tiles * TILE, -1)
+        scale = packed.scale.reshape(tiles, granules, 2, 2, 8, 2).transpose(0, 3, 4, 1, 2, 5).reshape(tiles * TILE, -1)
         values = values * np.repeat(scale, 64, axis=1)
     elif fmt in ("int8", "fp8"):
         codes = flat.reshape(tiles, granules, 2, 2, 8, 4, 2, 8).transpose(0, 3, 4, 1, 2, 6, 5, 7).reshape(tiles * TILE, -1)

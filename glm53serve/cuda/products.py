@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from glm53serve.cuda.model import DeviceMatrix
-from glm53serve.cuda.runtime import MAX_JOBS, MAX_ROWS, Buffer, Device, Job, Jobs, Maps, Pointer
+from glm53serve.cuda.packing import GRANULE
+from glm53serve.cuda.runtime import FORMAT_CODES, MAX_JOBS, MAX_ROWS, Buffer, Device, Job, Jobs, Maps, Pointer
 from glm53serve.cuda.scratch import SplitRows
 
 OUT_F32, OUT_SPLIT, OUT_SWIGLU = 0, 1, 2
@@ -14,11 +15,13 @@ MAP_SAME, MAP_TOKEN, MAP_SORTED, MAP_PAIR = 0, 1, 2, 3
 GEMM_TILES = 16
 LONG_ROWS = 512
 """From this many rows on, products of whole matrices take 256 tokens a block."""
-SKINNY_BLOCKS = {4: 264, 8: 132, 16: 132}
-"""Blocks of a skinny product for that many rows that an H200 runs at once; beyond that a block does several rounds."""
-SKINNY_ACTIVATIONS = {4: 32 << 10, 8: 128 << 10, 16: 128 << 10}
-"""Bytes of shared memory for activations, but for a unit of 64 bytes a column that keeps columns apart."""
-SKINNY_WARPS, TEAM_TILES, RING_BYTES = 8, 2, 8 * 4 * 2304  # as gemv.cu has them
+MULTIPROCESSORS = 132
+"""Of an H200, which runs one block of a skinny product on each, or two where their memory allows; beyond that a block does several rounds."""
+BLOCK_BYTES, PAIRED_BYTES = 227 << 10, (228 << 10) // 2 - (1 << 10)
+"""Shared memory of a block: the most there is, and the most of each of two on a multiprocessor."""
+SKINNY_THREADS = {4: 256, 8: 512, 16: 512}
+ROUND_TILES, RING_BYTES, SUMS_BYTES = 16, 16 * 4 * 1152, 2 * 4 * 16 * 20  # tiles of a round x slices; the last of a row; as gemv.cu has them
+GRANULE_COLUMNS = {FORMAT_CODES[name]: columns for name, columns in GRANULE.items()}
 GEMM_SHARED = 1024 + 6 * 16384 + 2 * 16 * 4096  # the swizzled tiles' alignment, activations, weights; the other tiled kernels take less
 
 
@@ -103,22 +106,54 @@ def _launch_skinny(device: Device, rows: int, jobs: list[Job], experts: ExpertGr
     """One launch whose blocks share the rounds of all matrices. At most one matrix a launch is an expert table."""
     columns = skinny_columns(rows)
     everything = _header(rows, jobs, experts)
-    everything.x_bytes = SKINNY_ACTIVATIONS[columns]
+    sums = SUMS_BYTES * rows
+    other = RING_BYTES + sums + 16 + 24 * 8 * columns + 320  # the last two: of a block's groups, gates and finished rounds, and a little more
+    paired = columns == 4 and _share_places(everything, rows, jobs, PAIRED_BYTES - other)
+    if not paired:
+        _share_places(everything, rows, jobs, BLOCK_BYTES - other)
     whole = most = 0
     for i, job in enumerate(sorted(jobs, key=lambda job: bool(job.table))):
         if job.table and i + 1 < len(jobs):
             raise ValueError("two expert tables in a launch")
         job.slice_bits = job.slices.bit_length() - 1
-        job.each = -(-job.tiles // (TEAM_TILES * SKINNY_WARPS // job.slices))
+        job.each = -(-job.tiles // (ROUND_TILES // job.slices))
         job.by_each = 0 if job.each == 1 else -(-(1 << 32) // job.each)
         job.first_block = 0 if job.table else whole
         whole += 0 if job.table else job.groups * job.each
         most += (experts.most if job.table and experts else job.groups) * job.each
         everything.job[i] = job
-    blocks = min(most, SKINNY_BLOCKS[columns])
+    blocks = min(most, MULTIPROCESSORS * (2 if paired else 1))
     everything.share, everything.rest = divmod(whole, blocks)
-    shared = RING_BYTES + 4 * SKINNY_WARPS * TEAM_TILES * 16 * columns + 128 + everything.x_bytes + 64 * 2 * columns
-    device.launch(f"gemv_{columns}", (blocks,), 32 * SKINNY_WARPS, [everything], shared)
+    shared = RING_BYTES + sums + 16 + everything.places * everything.place_bytes
+    if blocks <= MULTIPROCESSORS:
+        shared = max(shared, PAIRED_BYTES)  # no two of them on one, while others have none
+    device.launch(f"gemv_{columns}", (blocks,), SKINNY_THREADS[columns], [everything], shared)
+
+
+def _share_places(everything: Jobs, rows: int, jobs: list[Job], room: int) -> bool:
+    """Cut the activations of every job into chunks and `room` bytes into places for them. Returns whether all chunks of each job have a place.
+
+    A chunk is a multiple of what all slices of every job take in turn, where there is room for that: then no warp is without work in it. In any case it is
+    one of all jobs' granules, so jobs over the same activations have the same chunks.
+    """
+    widths = [GRANULE_COLUMNS[job.format] for job in jobs]
+    even = max(job.slices * width for job, width in zip(jobs, widths, strict=True))
+    for places, least in ((4, even), (2, even), (4, max(widths))):
+        units = room // places // (128 * rows)  # of 32 columns, high and low; an odd number of them is taken
+        most = (units - 1 + units % 2) * 32 // least * least
+        if most:
+            break
+    else:
+        raise ValueError(f"activations of {rows} rows do not fit: {room} bytes for chunks of {max(widths)} columns")
+    resident, widest = True, 0
+    for job, width in zip(jobs, widths, strict=True):
+        wanted = -(-job.granules * width // (places * least)) * least
+        job.chunk = min(min(wanted, most) // width, job.granules)
+        job.chunks = -(-job.granules // job.chunk)
+        resident &= job.chunks <= places
+        widest = max(widest, job.chunk * width // 32)
+    everything.places, everything.place_bytes = places, 128 * rows * (widest | 1)
+    return resident
 
 
 def _header(rows: int, jobs: list[Job], experts: ExpertGroups | None) -> Jobs:

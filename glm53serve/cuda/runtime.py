@@ -16,7 +16,7 @@ KERNEL_DIR = Path(__file__).parent / "kernels"
 SOURCES = ("gemv", "gemm", "gemm_exact", "hyper", "kda", "kda_prompt", "dsa", "attention", "attention_prompt", "attention_few", "moe", "sample", "step")
 MODULES = (*(("gemv", {"ONLY": rows}) for rows in (4, 8, 16)), *((name, {}) for name in SOURCES[1:]))
 """What is compiled side by side: a source and its own defines."""
-HEADERS = {"matmul.cuh": ("gemv", "gemm", "gemm_exact"), "gemm.cuh": ("gemm", "gemm_exact"), "kda.cuh": ("kda", "kda_prompt")}
+HEADERS = {"matmul.cuh": ("gemv", "gemm", "gemm_exact"), "gemv_feed.cuh": ("gemv",), "gemm.cuh": ("gemm", "gemm_exact"), "kda.cuh": ("kda", "kda_prompt")}
 """Parts that several sources share, beside common.cuh."""
 MAX_ROWS = 16
 BUCKETS = (1, 2, 4, 8, 16)
@@ -210,6 +210,8 @@ class Job(ctypes.Structure):
         ("slice_bits", ctypes.c_int),
         ("each", ctypes.c_int),
         ("by_each", ctypes.c_uint32),
+        ("chunk", ctypes.c_int),
+        ("chunks", ctypes.c_int),
     )
 
 
@@ -227,7 +229,8 @@ class Jobs(ctypes.Structure):
         ("top_k", ctypes.c_int),
         ("share", ctypes.c_int),
         ("rest", ctypes.c_int),
-        ("x_bytes", ctypes.c_int),
+        ("places", ctypes.c_int),
+        ("place_bytes", ctypes.c_int),
         ("job", Job * MAX_JOBS),
     )
 

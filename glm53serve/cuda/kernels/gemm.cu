@@ -16,8 +16,8 @@ struct Scales { float top, bottom; };
 __device__ __forceinline__ Scales stage_scales(const float* scale, int format, long tile, int granules, int stage, int lane) {
     Scales s = {1.0f, 1.0f};
     if (HAS(INT4) && format == INT4) {
-        const long at = ((tile * granules + (stage >> 2)) * 16 + (lane >> 2)) * 4 + (stage & 3);
-        s.top = scale[at]; s.bottom = scale[at + 32];
+        const long at = (((tile * granules + (stage >> 2)) * 2 + (stage >> 1 & 1)) * 16 + (lane >> 2)) * 2 + (stage & 1);
+        s.top = scale[at]; s.bottom = scale[at + 16];
     } else if (HAS(FP8) && format == FP8) {
         const long at = 2 * (tile * granules + (stage >> 1));
         s.top = scale[at]; s.bottom = scale[at + 1];

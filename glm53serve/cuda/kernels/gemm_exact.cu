@@ -14,8 +14,9 @@ __device__ __forceinline__ void load_stage(Stage& w, const U4* data, const float
         const U2* half = (const U2*)(data + at * 128 + ((stage >> 1) & 1) * 64 + lane) + (stage & 1);
         U2 top = half[0], bottom = half[64];
         w.p[0].x = top.x; w.p[0].y = top.y; w.p[1].x = bottom.x; w.p[1].y = bottom.y;
-        w.top = scale[(at * 16 + g) * 4 + (stage & 3)];
-        w.bottom = scale[(at * 16 + 8 + g) * 4 + (stage & 3)];
+        const float* pair = scale + ((at * 2 + (stage >> 1 & 1)) * 16 + g) * 2 + (stage & 1);
+        w.top = pair[0];
+        w.bottom = pair[16];
     } else if ((HAS(INT8) && format == INT8) || (HAS(FP8) && format == FP8)) {
         long at = tile * granules + (stage >> 1);
         const U4* piece = data + at * 128 + (stage & 1) * 64 + lane;

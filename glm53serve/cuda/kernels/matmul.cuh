@@ -6,7 +6,7 @@
 //   int8, fp8  granule 128 columns, piece 2j + h = units 2j, 2j + 1
 //   bf16  granule 64 columns, piece 2u + h = unit u
 //   f32   granule 32 columns, piece 2s + h = half s of the lane's columns
-// Scales: int4 float [tile][granule][h][g][4 groups of 64]; fp8 float [tile][granule][h]; int8 float [row].
+// Scales: int4 float [tile][granule][b][h][g][2 groups of 64]; fp8 float [tile][granule][h]; int8 float [row].
 // Activations are bf16 pairs (high + low), rows padded with zeros to 256 columns. Every weight format is exact in bf16 (f32: as a pair), sums
 // are float32 in an order that depends on the matrix alone, so a row's bits do not depend on its company.
 
@@ -37,9 +37,11 @@ struct Job {
     int slice_bits;     // gemv: slices = 1 << slice_bits
     int each;           // gemv: rounds of one group
     u32 by_each;        // gemv: 2^32 / each, rounded up; 0 where each is 1
+    int chunk, chunks;  // gemv: granules of a chunk of activations; how many chunks
 };
-// gemv: every block has `share` rounds of whole matrices, the first `rest` blocks one more (experts are the last job); x_bytes: shared memory for activations.
-struct Jobs { int count, rows; const int* list; const int* groups; int top_k, share, rest, x_bytes; Job job[6]; };
+// gemv: every block has `share` rounds of whole matrices, the first `rest` blocks one more (experts are the last job); places: chunks of activations there is
+// shared memory for, place_bytes each.
+struct Jobs { int count, rows; const int* list; const int* groups; int top_k, share, rest, places, place_bytes; Job job[6]; };
 
 struct Piece4 { U4 p[4]; };
 
