@@ -1,7 +1,9 @@
 // Runs CUDA kernels of this project on a CPU: a fiber for each thread of a block, blocks one after the other, those of a cluster in turns.
 // Included before common.cuh with GLM_EMULATE defined. Only what the kernels use is here.
 // Asynchronous copies land as late as they may, when a wait asks for them, or (`copies_late` = 0) as early as they may, when they are made: a kernel is right
-// when both give the same. Dynamic shared memory is full of NaNs when a block begins, that of a cluster's blocks all of it.
+// when both give the same.
+// Warps of a block go on side by side, or (`warps_run_ahead`) each as far as it can get by itself before the next one does.
+// Dynamic shared memory is full of NaNs when a block begins, that of a cluster's blocks all of it.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -48,7 +50,8 @@ static Block blocks[16];  // of the cluster
 static Block* block = blocks;
 static int cluster_size, blocks_alive, fiber_count;
 static Gate cluster_gate;
-static unsigned long long progress, progress_of_lap, progress_of_round;  // steps that any thread has made, when a lap of the block's or a round of the cluster's began
+static unsigned long long progress, progress_of_warp, progress_of_lap, progress_of_round;
+// Steps that any thread has made; the same when a lap of the warp's or the block's or a round of the cluster's began.
 static Fiber* self;
 static void* scheduler_stack;
 static Index3 blockIdx, blockDim, gridDim;
@@ -58,7 +61,7 @@ extern "C" char __start_emulated_shared[] __attribute__((visibility("hidden"))),
 static void (*current_kernel)(void**);
 static void** current_parameters;
 static unsigned conditionals[16];
-static int copies_late;
+static int copies_late, warps_run_ahead;
 #include "watch.h"
 #define threadIdx (self->thread)
 #define DYNAMIC_SHARED(type, name) type* name = (type*)dynamic_shared_memory
@@ -132,12 +135,27 @@ UNWATCHED static void gate_wait(Gate& gate, int expected) {
     while (gate.turn == turn) next_fiber();
     ++progress;
 }
+// To the next fiber of the same warp, and when none of them gets on, to whichever comes next.
+UNWATCHED static void next_of_warp() {
+    Fiber* from = self;
+    const int first = (int)(from - block->fibers) & ~31;
+    int i = (int)(from - block->fibers);
+    do {
+        if (++i == first + 32 || i == fiber_count) {
+            i = first;
+            if (progress == progress_of_warp) { next_fiber(); return; }
+            progress_of_warp = progress;
+        }
+    } while (block->fibers[i].done);
+    self = &block->fibers[i];
+    if (self != from) switch_stack(&from->stack_pointer, self->stack_pointer);
+}
 UNWATCHED static void warp_wait() {
     Warp& w = *self->warp;
     const unsigned turn = w.turn;
     ++progress;
     if (++w.arrived == w.alive) { w.arrived = 0; ++w.turn; return; }
-    while (w.turn == turn) next_fiber();
+    while (w.turn == turn) warps_run_ahead ? next_of_warp() : next_fiber();
     ++progress;
 }
 UNWATCHED static void fiber_main() {
@@ -201,7 +219,8 @@ UNWATCHED static void prepare_block(Block& b, Index3 index) {
 extern "C" UNWATCHED void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy, unsigned gz, unsigned threads, unsigned shared, unsigned cluster, int late, void** parameters) {
     gridDim = {gx, gy, gz};
     blockDim = {threads, 1, 1};
-    copies_late = late;
+    copies_late = late & 1;
+    warps_run_ahead = late >> 1;
     current_kernel = kernel;
     current_parameters = parameters;
     fiber_count = (int)threads;

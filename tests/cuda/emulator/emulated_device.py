@@ -78,7 +78,7 @@ class EmulatedFence:
 
 
 class EmulatedDevice:
-    """A `Device` whose memory is host memory. `crossed` counts the bytes of uploads and downloads; `copies_late`: see emulate.h."""
+    """A `Device` whose memory is host memory. `crossed` counts the bytes of uploads and downloads; `copies_late`, `warps_run_ahead`: see emulate.h."""
 
     name = "emulated"
 
@@ -93,6 +93,7 @@ class EmulatedDevice:
         self.left = memory
         self.crossed = 0
         self.copies_late = True
+        self.warps_run_ahead = False
         self.after_launch: Callable[[str], None] = lambda _kernel: None
 
     def _build(self, defines: Mapping[str, int]) -> Path:
@@ -152,7 +153,7 @@ class EmulatedDevice:
         def call() -> None:
             assert keep
             self.launches[kernel] = self.launches.get(kernel, 0) + 1
-            self._run(kernel, (x, y, z, threads, shared, cluster, int(self.copies_late), ctypes.cast(array, ctypes.c_void_p)))
+            self._run(kernel, (x, y, z, threads, shared, cluster, int(self.copies_late) + 2 * int(self.warps_run_ahead), ctypes.cast(array, ctypes.c_void_p)))
             self.after_launch(kernel)
 
         self._do(call)

@@ -1,0 +1,180 @@
+"""Products of few rows on the emulated device: every order in which warps and copies may come gives the same bits, and a wait that is missing shows."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+CUDA_TESTS = Path(__file__).parent / "cuda"
+sys.path[:0] = [str(CUDA_TESTS), str(CUDA_TESTS / "emulator")]
+
+from emulated_device import EmulatedDevice, build, compiler  # noqa: E402
+
+from glm53serve.cuda import products  # noqa: E402
+from glm53serve.cuda.model import defines  # noqa: E402
+from glm53serve.cuda.products import product, run_products  # noqa: E402
+from glm53serve.cuda.scratch import SplitRows, padded  # noqa: E402
+from glm53serve.cuda.upload import Uploader  # noqa: E402
+from glm53serve.model.config_file import parse_config  # noqa: E402
+from glm53serve.model.quant import bf16_to_f32, f32_to_bf16  # noqa: E402
+from glm53serve.model.shapes import shape_config  # noqa: E402
+from glm53serve.model.weights import Matrix, MatrixFormat  # noqa: E402
+
+pytestmark = pytest.mark.skipif(compiler() is None or sys.platform != "linux", reason="needs a C++ compiler on Linux to build the emulated kernels")
+CONFIG = parse_config(shape_config("flash", 4, 8, fp8=False))
+SIZES = {**defines(CONFIG, {"bf16", "int8"}), "HIDDEN": 256}
+WAITS = {
+    "sums that are not all there": "    barrier_wait(&room.gates->sums_full[buffer], turn >> 1 & 1);\n",
+    "sums over others that are still wanted": "    if (at.turn > 1) barrier_wait(&room.gates->sums_empty[buffer], (at.turn >> 1) - 1 & 1);\n",
+    "activations that have not come": "            barrier_wait(&room.gates->x_full[place], at.loads >> place & 1);\n",
+    "activations over others that are still wanted": "            barrier_wait(&room.gates->x_empty[before], (at.releases >> before & 1) ^ 1);\n",
+    "new activations over the old ones": "        __syncthreads();  // nobody reads what lies there\n",
+}
+"""Waits of gemv.cu by what happens without them."""
+
+
+class OneWaitLess(EmulatedDevice):
+    """The emulated device; `leave_out(name)` switches one of WAITS off, None all of them on."""
+
+    def _build(self, defines: Mapping[str, int]) -> Path:
+        return build(defines, edit=_switchable)
+
+    def leave_out(self, name: str | None) -> None:
+        self._library.leave_out(ctypes.c_int(-1 if name is None else list(WAITS).index(name)))
+
+
+def _switchable(text: str) -> str:
+    for i, wait in enumerate(WAITS.values()):
+        assert text.count(wait) == 1, wait
+        text = text.replace(wait, f"if (left_out != {i}) {{ {wait.partition('  //')[0].strip()} }}\n")
+    return f'static int left_out = -1;\nextern "C" void leave_out(int which) {{ left_out = which; }}\n{text}'
+
+
+class Bench:
+    """Two matrices over the same activations [rows, cols] and one over others, in one launch on `blocks` blocks."""
+
+    def __init__(self, device: EmulatedDevice, rows: int, cols: int, fmt: MatrixFormat) -> None:
+        self.device, self.rows = device, rows
+        random = np.random.default_rng(rows)
+        self.matrices = [_matrix(random, fmt, out, cols) for out in (200, 72, 136)]
+        self.on_device = [Uploader(device, CONFIG).matrix(m) for m, _ in self.matrices]  # type: ignore[arg-type]
+        self.x = [random.standard_normal((rows, cols)).astype(np.float32) for _ in range(2)]
+        self.inputs = [self._pairs(x) for x in self.x]
+        self.outputs = [device.alloc(4 * rows * m.rows) for m in self.on_device]
+
+    def _pairs(self, x: NDArray[np.float32]) -> SplitRows:
+        ld = padded(x.shape[1])
+        wide = np.zeros((len(x), ld), np.float32)
+        wide[:, : x.shape[1]] = x
+        high = f32_to_bf16(wide)
+        split = SplitRows(self.device.alloc(high.nbytes), self.device.alloc(high.nbytes), ld)
+        assert split.low
+        self.device.upload(split.high.at(), high)
+        self.device.upload(split.low.at(), f32_to_bf16(wide - bf16_to_f32(high)))
+        return split
+
+    def run(self) -> list[NDArray[np.float32]]:
+        """Results [rows, out] of the three matrices."""
+        for y in self.outputs:
+            self.device.upload(y.at(), np.full(y.nbytes // 4, np.nan, np.float32))
+        which = (self.inputs[0], self.inputs[1], self.inputs[0])
+        run_products(self.device, self.rows, [product(m, x, y, m.rows) for m, x, y in zip(self.on_device, which, self.outputs, strict=True)], 64)
+        out = []
+        for m, y in zip(self.on_device, self.outputs, strict=True):
+            out.append(np.empty((self.rows, m.rows), np.float32))
+            self.device.download(y.at(), out[-1])
+        return out
+
+    def expected(self) -> list[NDArray[np.float64]]:
+        which = (self.x[0], self.x[1], self.x[0])
+        return [x.astype(np.float64) @ values.T for x, (_, values) in zip(which, self.matrices, strict=True)]
+
+
+def _matrix(random: np.random.Generator, fmt: MatrixFormat, rows: int, cols: int) -> tuple[Matrix, NDArray[np.float64]]:
+    """A stored matrix and its values."""
+    if fmt == "int8":
+        levels, scale = random.integers(-127, 128, (rows, cols)).astype(np.int8), random.uniform(0.001, 0.002, rows).astype(np.float32)
+        return Matrix("int8", rows, cols, levels, scale), levels * scale.astype(np.float64)[:, None]
+    bits = f32_to_bf16(random.standard_normal((rows, cols)).astype(np.float32) / 16)
+    return Matrix("bf16", rows, cols, bits), bf16_to_f32(bits).astype(np.float64)
+
+
+def in_every_order(device: EmulatedDevice, run: Callable[[], list[NDArray[np.float32]]]) -> list[list[NDArray[np.float32]]]:
+    """The results of `run` with copies late and early, and with warps side by side and one ahead of the other."""
+    results = []
+    for device.copies_late in (True, False):
+        for device.warps_run_ahead in (False, True):
+            results.append(run())
+    device.copies_late, device.warps_run_ahead = True, False
+    return results
+
+
+@pytest.fixture(scope="module")
+def device() -> OneWaitLess:
+    return OneWaitLess(SIZES)
+
+
+@pytest.fixture(autouse=True)
+def _two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few blocks, which do many rounds each."""
+    monkeypatch.setattr(products, "MULTIPROCESSORS", 1)
+
+
+@pytest.mark.parametrize("fmt", ["int8", "bf16"])
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 13])
+def test_every_order_gives_the_same_bits(device: OneWaitLess, rows: int, fmt: MatrixFormat) -> None:
+    device.leave_out(None)
+    bench = Bench(device, rows, 2304, fmt)
+    results = in_every_order(device, bench.run)
+    for got, wanted in zip(results[0], bench.expected(), strict=True):
+        assert np.abs(got - wanted).max() <= 2e-5 * np.abs(wanted).max()
+    assert all(np.array_equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def test_a_rows_bits_do_not_depend_on_its_company(device: OneWaitLess) -> None:
+    """One row by itself, among four, eight and sixteen: three kernels, one order of summation."""
+    device.leave_out(None)
+    many = Bench(device, 16, 2304, "int8")
+    for rows in (1, 2, 4, 8):
+        few = Bench(device, rows, 2304, "int8")
+        few.on_device, few.inputs = many.on_device, many.inputs
+        assert all(np.array_equal(a, b[:rows]) for a, b in zip(few.run(), many.run(), strict=True))
+
+
+def noticed(device: OneWaitLess, name: str, cols: int) -> bool:
+    """Without that wait some order of warps and copies gives something else, or the emulated device gives up; tried in a process of its own."""
+    bench = Bench(device, 1, cols, "int8")
+    device.leave_out(None)
+    right = bench.run()
+    for got, wanted in zip(right, bench.expected(), strict=True):
+        assert np.abs(got - wanted).max() <= 2e-5 * np.abs(wanted).max()
+    child = os.fork()
+    if child == 0:
+        outcome = 2
+        try:
+            faulthandler.disable()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            device.leave_out(name)
+            outcome = int(any(not np.array_equal(a, b) for other in in_every_order(device, bench.run) for a, b in zip(right, other, strict=True)))
+        finally:
+            os._exit(outcome)
+    end = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert end in (0, 1, -signal.SIGABRT)
+    return end != 0
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_that_is_missing_shows(device: OneWaitLess, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any one wait left out is noticed: where activations stay, or where they pass through."""
+    monkeypatch.setattr(products, "PAIRED_BYTES", 100 << 10)
+    monkeypatch.setattr(products, "BLOCK_BYTES", 100 << 10)
+    assert noticed(device, name, 2304) or noticed(device, name, 12 * 1024 + 256)
