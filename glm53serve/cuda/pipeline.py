@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from glm53serve.cuda.model import DeviceLayer, DeviceModel, DsaOnDevice, FfnOnDevice, KdaOnDevice, MoeOnDevice, Site, head_width, site_blocks
 from glm53serve.cuda.products import MAP_PAIR, MAP_SORTED, MAP_TOKEN, ExpertGroups, product, run_products, skinny_columns
 from glm53serve.cuda.runtime import MAX_ROWS, Argument, Buffer, Device, Job, Pointer, Returned, SiteGiven, kda_in_chunks
-from glm53serve.cuda.scratch import DECODE_SPLIT, Scratch, SplitRows
+from glm53serve.cuda.scratch import Scratch, SplitRows
 from glm53serve.cuda.state import SlotStates
 from glm53serve.model.config import FULL
 
@@ -65,7 +65,7 @@ class Pipeline:
             if isinstance(layer.attention, KdaOnDevice):
                 pending = self._kda(rows, layer.index, layer.attention, at, spans)
             else:
-                pending = self._dsa(rows, layer.index, layer.attention, at, border)
+                pending = self._dsa(rows, layer.index, layer.attention, at, spans, border)
             border(layer.index)
             self._site(rows, layer.ffn_site, pending)
             pending = self._ffn(rows, layer, at)
@@ -175,7 +175,7 @@ class Pipeline:
         self._products(rows, [product(w.out, a, plain["y"], c.hidden_size)])
         return Returned(y=plain["y"].address)
 
-    def _dsa(self, rows: int, index: int, w: DsaOnDevice, at: RowArrays, border: Border) -> Returned:
+    def _dsa(self, rows: int, index: int, w: DsaOnDevice, at: RowArrays, spans: int, border: Border) -> Returned:
         c, s, st = self.config, self.scratch, self.states
         plain, x, qr = s.plain, s.split["x"], s.split["qr"]
         di, own = c.index_head_dim, w.indexer
@@ -187,26 +187,28 @@ class Pipeline:
                 product(own.weights, x, plain["index_weights"], c.index_n_heads),
             ]
         self._products(rows, jobs)
-        rows_table = st.rows_table(index)
+        rows_table, pools_table = st.rows_table(index), st.pools_table(index)
+        stride, tail = ctypes.c_int64(st.stride), ctypes.c_int64(st.tail_at.get(index, 0))
+        alone = own is not None and rows == spans and rows <= MAX_ROWS  # every pool a row completes is of older rows and itself
         self.device.launch(
             "dsa_prepare", (rows, 3 if own else 2), 256,
             [plain["q_latent"], c.q_lora_rank, w.q_norm, qr.high, self._lower(qr), qr.ld, plain["kv"], c.kv_lora_rank, w.kv_norm, c.rms_norm_eps,
              plain["key"] if own else None, di, own.norm if own else None, own.bias if own else None, at.slot, at.position, at.live,
-             rows_table, st.narrow_table(index)],
+             rows_table, st.narrow_table(index), plain["index_gate"] if own else None, c.index_kpool, own.ape if own else None, st.block if alone else None,
+             stride, tail, pools_table],
         )  # fmt: skip
         jobs = [product(w.q_b, qr, split=self._split("heads_q"))]
         if own:
             jobs.append(product(own.query, qr, plain["index_query"], c.index_n_heads * di))
-            tail = ctypes.c_int64(st.tail_at[index])
-            self.device.launch(
-                "dsa_pool", (rows,), -(-min(di, 256) // 32) * 32,
-                [plain["key"], plain["index_gate"], di, c.index_kpool, own.ape, at.slot, at.position, at.first, at.live, st.block,
-                 ctypes.c_int64(st.stride), tail,
-                 st.pools_table(index)],
-            )  # fmt: skip
+            if not alone:
+                self.device.launch(
+                    "dsa_pool", (rows,), -(-min(di, 256) // 32) * 32,
+                    [plain["key"], plain["index_gate"], di, c.index_kpool, own.ape, at.slot, at.position, at.first, at.live,
+                     st.block, stride, tail, pools_table],
+                )  # fmt: skip
         self._products(rows, jobs)
         if c.indexer_kinds[index] == FULL:
-            self._select(rows, index, at, border)
+            self._select(rows, index, at, alone, border)
         for first in range(0, rows, s.group):
             if first:
                 border(index)
@@ -214,27 +216,28 @@ class Pipeline:
         self._products(rows, [product(w.out, s.split["heads_o"], plain["y"], c.hidden_size)])
         return Returned(y=plain["y"].address)
 
-    def _select(self, rows: int, index: int, at: RowArrays, border: Border) -> None:
+    def _select(self, rows: int, index: int, at: RowArrays, tail_kept: bool, border: Border) -> None:
         c, s, st = self.config, self.scratch, self.states
-        plain, di = s.plain, c.index_head_dim
+        plain, di, few = s.plain, c.index_head_dim, rows <= MAX_ROWS
         keep = c.index_topk // c.index_kpool
-        parts = 128 if rows <= MAX_ROWS else 1
         lds = ctypes.c_int64(s.max_pools)
+        query: list[Argument] = [plain["index_query"], plain["index_weights"], c.index_n_heads, c.index_n_heads, di, c.index_kpool, keep]
+        stored: list[Argument] = [
+            at.slot, at.position, at.span_end, at.live, st.block, ctypes.c_int64(st.stride), ctypes.c_int64(st.tail_at[index]), st.pools_table(index),
+            plain["scores"], lds,
+        ]  # fmt: skip
+        key, gate = plain["key"], plain["index_gate"]
         for first in range(0, rows, s.group):
             if first:
                 border(index)
             here = min(s.group, rows - first)
-            self.device.launch(
-                "dsa_scores", (parts, here), 256,
-                [plain["index_query"], plain["index_weights"], c.index_n_heads, c.index_n_heads, di, c.index_kpool, keep, first,
-                 plain["key"], plain["index_gate"],
-                 at.slot, at.position, at.span_end, at.live, st.block, ctypes.c_int64(st.stride), ctypes.c_int64(st.tail_at[index]), st.pools_table(index),
-                 plain["scores"], lds],
-                4 * (32 * (di + 4) + 32 * di),
-            )  # fmt: skip
+            if few:
+                self.device.launch("dsa_scores_few", (512 // rows, rows), 256, [*query, None if tail_kept else key, gate, *stored], 4 * 4 * 8 * di)
+            else:
+                self.device.launch("dsa_scores", (1, here), 256, [*query, first, key, gate, *stored], 4 * (32 * (di + 4) + 32 * di))
             out = plain["selected"], s.selection, plain["selected_count"]
             arguments: list[Argument] = [plain["scores"], lds, c.index_kpool, keep, first, at.position, at.live, *out]
-            self.device.launch("dsa_select", (here,), 256, arguments)
+            self.device.launch("dsa_select", (here,), 512 if few else 256, arguments)
 
     def _attend(self, here: int, first: int, rows: int, w: DsaOnDevice, at: RowArrays, rows_table: Pointer | None) -> None:
         c, s = self.config, self.scratch
@@ -269,13 +272,13 @@ class Pipeline:
         plain, absorbed, attended = s.plain, s.split["absorbed"], s.split["attended"]
         latent = -(-c.kv_lora_rank // 64) * 64
         self.device.launch(
-            "attend_few", (s.splits, rows, -(-c.num_heads // 16)), 256,
+            "attend_few" if rows <= 2 else "attend_few_shared", (-(-c.num_heads // 16), rows, s.splits), 256,
             [absorbed.high, absorbed.low, absorbed.ld, c.qk_head_dim**-0.5, at.slot, rows_table, c.kv_lora_rank, plain["selected"], s.selection,
              plain["selected_count"], plain["splits"]],
             2 * 96 * (latent + 8) + 2 * 32 * 40 + 4 * (4 * 16 * 33 + 48),
         )  # fmt: skip
-        join = plain["splits"], s.splits, DECODE_SPLIT, plain["selected_count"], 0, c.kv_lora_rank
-        self.device.launch("attend_join", (c.num_heads, rows), 512, [*join, attended.high, attended.low, attended.ld])
+        join: list[Argument] = [plain["splits"], s.splits, plain["selected_count"], c.kv_lora_rank, attended.high, attended.low, attended.ld]
+        self.device.launch("attend_join", (c.num_heads, rows, -(-latent // 256)), 256, join)
 
     def _products_for(self, here: int, rows: int, jobs: list[Job]) -> None:
         """Products of a row group; a last group of few rows goes the way of the pass it belongs to."""

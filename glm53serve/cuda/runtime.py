@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 KERNEL_DIR = Path(__file__).parent / "kernels"
-SOURCES = ("gemv", "gemm", "gemm_exact", "hyper", "kda", "kda_prompt", "dsa", "attention", "attention_prompt", "attention_few", "moe", "sample", "step")
+SOURCES = (
+    "gemv", "gemm", "gemm_exact", "hyper", "kda", "kda_prompt", "dsa", "dsa_select", "attention", "attention_prompt", "attention_few", "moe", "sample", "step",
+)  # fmt: skip
 MODULES = (*(("gemv", {"ONLY": rows}) for rows in (4, 8, 16)), *((name, {}) for name in SOURCES[1:]))
 """What is compiled side by side: a source and its own defines."""
 HEADERS = {"matmul.cuh": ("gemv", "gemm", "gemm_exact"), "gemv_feed.cuh": ("gemv",), "gemm.cuh": ("gemm", "gemm_exact"), "kda.cuh": ("kda", "kda_prompt")}

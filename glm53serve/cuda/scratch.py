@@ -80,7 +80,7 @@ class Scratch:
             self._floats("selected", t * self.selection)
             self._floats("selected_count", t)
             latent = -(-c.kv_lora_rank // 64) * 64
-            self._floats("splits", min(t, MAX_ROWS) * self.splits * c.num_heads * (latent + 2))
+            self._floats("splits", min(t, MAX_ROWS) * self.splits * c.num_heads * (latent + 4))
         if SPARSE in c.mlp_kinds:
             pairs = t * c.num_experts_per_tok
             self._floats("router", t * c.n_routed_experts)

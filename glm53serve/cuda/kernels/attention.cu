@@ -163,36 +163,3 @@ KERNEL __launch_bounds__(256, 1) attend_exact(const u16* q_high, const u16* q_lo
             if (dim < R) store_split(c_high, c_low, ((long)local * HEADS + head) * ldc + dim, sum[in] > 0.0f ? c[n][j] / sum[in] : 0.0f);
         }
 }
-
-#define MOST_SPLITS 1024
-// Splits of a row put together in order: c split, [row][HEADS][ldc]. grid (HEADS, rows), 512 threads.
-KERNEL __launch_bounds__(512) attend_join(const float* partial, int splits, int per_split, const int* counts, int first_row, int R, u16* c_high, u16* c_low, int ldc) {
-    __shared__ float weight[MOST_SPLITS], part_sum[MOST_SPLITS];
-    __shared__ float room[32];
-    WAIT_BEFORE();
-    const int head = blockIdx.x, local = blockIdx.y, used = (counts[first_row + local] + per_split - 1) / per_split, lane = threadIdx.x & 31;
-    const float* from = partial + ((long)local * splits * HEADS + head) * (LATENT + 2);
-    const long next = (long)HEADS * (LATENT + 2);
-    float top = NEG_INF, total = 0.0f;
-    for (int i = threadIdx.x; i < used; i += 512) {
-        weight[i] = from[i * next + LATENT];
-        part_sum[i] = from[i * next + LATENT + 1];
-        top = fmaxf(top, weight[i]);
-    }
-    top = warp_max(top);
-    if (lane == 0) room[threadIdx.x >> 5] = top;
-    __syncthreads();
-    top = warp_max(lane < 16 ? room[lane] : NEG_INF);
-    __syncthreads();
-    for (int i = threadIdx.x; i < used; i += 512) {
-        weight[i] = expf(weight[i] - top);
-        total += weight[i] * part_sum[i];
-    }
-    total = block_sum(total, room);
-    for (int dim = threadIdx.x; dim < R; dim += 512) {
-        float sum = 0.0f;
-#pragma unroll 16
-        for (int i = 0; i < used; ++i) sum += weight[i] * from[i * next + dim];
-        store_split(c_high, c_low, ((long)local * HEADS + head) * ldc + dim, used ? sum / total : 0.0f);
-    }
-}

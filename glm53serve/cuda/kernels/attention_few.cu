@@ -1,5 +1,6 @@
 // Latent attention of few rows over their selected latents, absorbed form (model spec 5.1), on bf16 pairs: three products of high and low parts.
-// A block takes FEW_HEADS heads and a part of the selection; `attend_join` puts the parts together.
+// A block takes FEW_HEADS heads and a part of the selection; `attend_join` puts the parts together. The selection and the latents are older than the product ahead
+// of them, and read before the wait.
 
 #define FEW_HEADS 16
 #define FEW_TOKENS 32
@@ -8,12 +9,14 @@
 #define FEW_PARTS 4                           // warps that share a token's columns in the scores; two halves of the tokens beside each other
 #define FEW_DIMS (LATENT / 8)                 // columns of a warp in the sums
 #define FEW_LOADS (FEW_TOKENS * (LATENT / 4) / 256)
+#define FEW_BLOCKS (LATENT <= 512 ? 2 : 1)    // of a processor, where there are enough of them
+#define PART (LATENT + 4)                     // a head's part: unnormalised c, maximum, sum, nothing
 
 // query [rows][HEADS][ldq] split; latents of each slot [capacity][R] float32; selected, counts as dsa_select wrote them. Tokens blockIdx.x * FEW_SPLIT ..
-// + FEW_SPLIT of the selection. partial [row][split][HEADS][LATENT + 2] = unnormalised c, maximum, sum; nothing for a part beyond the selection.
-// grid (splits, rows, HEADS / 16), 256 threads. Dynamic shared memory: see Pipeline.
-KERNEL __launch_bounds__(256, 1) attend_few(const u16* q_high, const u16* q_low, int ldq, float scale, const int* slot, const u64* rows_at, int R, const int* selected,
-                                            int ld, const int* counts, float* partial) {
+// + FEW_SPLIT of the selection, with blockIdx.z in its place: blocks begin in order, those that have nothing to do behind all others.
+// partial [row][split][HEADS][PART]; nothing for a part beyond the selection. TURNS: how many times the code of a run of tokens is there.
+template <int TURNS> __device__ __forceinline__ void attend_part(const u16* q_high, const u16* q_low, int ldq, float scale, const int* slot, const u64* rows_at, int R,
+                                                                 const int* selected, int ld, const int* counts, float* partial) {
     DYNAMIC_SHARED(u16, memory);
     u16* q = memory;                                     // [high, low][head][FEW_STRIDE]
     u16* l = q + 2 * FEW_HEADS * FEW_STRIDE;             // [high, low][token][FEW_STRIDE]
@@ -23,8 +26,8 @@ KERNEL __launch_bounds__(256, 1) attend_few(const u16* q_high, const u16* q_low,
     float *sum = top + FEW_HEADS, *shrink = sum + FEW_HEADS;
     __shared__ int chosen[FEW_SPLIT];
     LET_NEXT_START();
-    const int row = blockIdx.y, head0 = blockIdx.z * FEW_HEADS, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int begin = blockIdx.x * FEW_SPLIT, end = min(counts[row], begin + FEW_SPLIT);  // the selection and the latents are older than the kernel before
+    const int row = blockIdx.y, head0 = blockIdx.x * FEW_HEADS, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int begin = blockIdx.z * FEW_SPLIT, end = min(counts[row], begin + FEW_SPLIT);
     if (begin >= end) {
         WAIT_BEFORE();
         return;
@@ -35,19 +38,24 @@ KERNEL __launch_bounds__(256, 1) attend_few(const u16* q_high, const u16* q_low,
     F4 v[FEW_LOADS];
     auto fetch = [&](int base) {
 #pragma unroll
+        for (int i = 0; i < FEW_LOADS; ++i) v[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (R % 4) {
+#pragma unroll
+            for (int i = 0; i < FEW_LOADS; ++i) {
+                const int at = threadIdx.x + 256 * i, token = at / (LATENT / 4), piece = at % (LATENT / 4) * 4;
+                if (base + token >= end || piece >= R) continue;
+                const float* from = rows + (long)chosen[base - begin + token] * R + piece;
+                v[i].x = from[0];
+                if (piece + 1 < R) v[i].y = from[1];
+                if (piece + 2 < R) v[i].z = from[2];
+                if (piece + 3 < R) v[i].w = from[3];
+            }
+            return;
+        }
+#pragma unroll
         for (int i = 0; i < FEW_LOADS; ++i) {
             const int at = threadIdx.x + 256 * i, token = at / (LATENT / 4), piece = at % (LATENT / 4) * 4;
-            v[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-            if (base + token < end && piece < R) {
-                const float* from = rows + (long)chosen[base - begin + token] * R + piece;
-                if (R % 4 == 0) v[i] = *(const F4*)from;
-                else {
-                    v[i].x = from[0];
-                    if (piece + 1 < R) v[i].y = from[1];
-                    if (piece + 2 < R) v[i].z = from[2];
-                    if (piece + 3 < R) v[i].w = from[3];
-                }
-            }
+            if (base + token < end && piece < R) v[i] = *(const F4*)(rows + (long)chosen[base - begin + token] * R + piece);
         }
     };
     fetch(begin);
@@ -62,9 +70,10 @@ KERNEL __launch_bounds__(256, 1) attend_few(const u16* q_high, const u16* q_low,
     copies_commit();
     if (threadIdx.x < FEW_HEADS) { top[threadIdx.x] = NEG_INF; sum[threadIdx.x] = 0.0f; }
     float c[FEW_DIMS / 8][4];
-#pragma unroll
-    for (int i = 0; i < FEW_DIMS / 2; ++i) c[i / 4][i % 4] = 0.0f;
-    for (int base = begin; base < end; base += FEW_TOKENS) {
+#pragma unroll TURNS
+    for (int turn = 0; turn < FEW_SPLIT / FEW_TOKENS; ++turn) {
+        const int base = begin + turn * FEW_TOKENS;
+        if (base >= end) break;
         __syncthreads();  // the tokens before are used
 #pragma unroll
         for (int i = 0; i < FEW_LOADS; ++i) {
@@ -76,7 +85,7 @@ KERNEL __launch_bounds__(256, 1) attend_few(const u16* q_high, const u16* q_low,
         }
         copies_wait<0>();
         __syncthreads();
-        if (base + FEW_TOKENS < end) fetch(base + FEW_TOKENS);
+        if (turn + 1 < FEW_SPLIT / FEW_TOKENS && base + FEW_TOKENS < end) fetch(base + FEW_TOKENS);
         {  // scores of 16 tokens over a quarter of the columns
             const int part = warp % FEW_PARTS, first = warp / FEW_PARTS * 16, from = part * (LATENT / FEW_PARTS);
             float d[2][3][4];
@@ -128,34 +137,124 @@ KERNEL __launch_bounds__(256, 1) attend_few(const u16* q_high, const u16* q_low,
         }
         __syncthreads();
         const float by0 = shrink[g], by1 = shrink[g + 8];
-        u32 a[FEW_TOKENS / 16][4], e[FEW_TOKENS / 16][4];
-        const u16* p_row = p + (lane & 15) * (FEW_TOKENS + 8) + (lane >> 4) * 8;
 #pragma unroll
-        for (int i = 0; i < FEW_TOKENS / 16; ++i) {
-            load_matrices(a[i], p_row + 16 * i);
-            load_matrices(e[i], p_row + FEW_HEADS * (FEW_TOKENS + 8) + 16 * i);
-        }
+        for (int i = 0; i < FEW_DIMS / 2; ++i) c[i / 4][i % 4] = turn ? c[i / 4][i % 4] * (i & 2 ? by1 : by0) : 0.0f;
 #pragma unroll
-        for (int n = 0; n < FEW_DIMS / 8; ++n) {  // c += weights x latents: matrices of 8 tokens x 8 columns, transposed on the way
-            c[n][0] *= by0; c[n][1] *= by0; c[n][2] *= by1; c[n][3] *= by1;
-            const u16* l_row = l + lane * FEW_STRIDE + warp * FEW_DIMS + n * 8;
-            u32 b[4], f[4];
-            load_matrices_transposed(b, l_row);
-            load_matrices_transposed(f, l_row + FEW_TOKENS * FEW_STRIDE);
-            mma(c[n], a[0], b[0], b[1]); mma(c[n], a[1], b[2], b[3]);
-            mma(c[n], e[0], b[0], b[1]); mma(c[n], e[1], b[2], b[3]);
-            mma(c[n], a[0], f[0], f[1]); mma(c[n], a[1], f[2], f[3]);
+        for (int i = 0; i < FEW_TOKENS; i += 16) {  // c += weights x latents: matrices of tokens 0..7 and 8..15 of columns 0..7, then of 8..15, transposed on the way
+            u32 a[4], e[4];
+            const u16* p_row = p + (lane & 15) * (FEW_TOKENS + 8) + (lane >> 4) * 8 + i;
+            load_matrices(a, p_row);
+            load_matrices(e, p_row + FEW_HEADS * (FEW_TOKENS + 8));
+            const u16* l_row = l + (i + (lane & 15)) * FEW_STRIDE + warp * FEW_DIMS + (lane >> 4) * 8;
+#pragma unroll
+            for (int n = 0; n < FEW_DIMS / 8; n += 2) {
+                const int here = min(2, FEW_DIMS / 8 - n);
+                u32 b[4], f[4];
+                load_matrices_transposed(b, l_row + n * 8);
+                load_matrices_transposed(f, l_row + FEW_TOKENS * FEW_STRIDE + n * 8);
+#pragma unroll
+                for (int m = 0; m < here; ++m) mma(c[n + m], a, b[2 * m], b[2 * m + 1]);
+#pragma unroll
+                for (int m = 0; m < here; ++m) mma(c[n + m], e, b[2 * m], b[2 * m + 1]);
+#pragma unroll
+                for (int m = 0; m < here; ++m) mma(c[n + m], a, f[2 * m], f[2 * m + 1]);
+            }
         }
     }
-    float* to = partial + (((long)row * gridDim.x + blockIdx.x) * HEADS + head0) * (LATENT + 2);
+    float* to = partial + (((long)row * gridDim.z + blockIdx.z) * HEADS + head0) * PART;
 #pragma unroll
     for (int n = 0; n < FEW_DIMS / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             if (head0 + g + 8 * half < HEADS)
-                *(U2*)(to + (g + 8 * half) * (LATENT + 2) + warp * FEW_DIMS + n * 8 + 2 * t) = {__float_as_uint(c[n][2 * half]), __float_as_uint(c[n][2 * half + 1])};
+                *(U2*)(to + (g + 8 * half) * PART + warp * FEW_DIMS + n * 8 + 2 * t) = {__float_as_uint(c[n][2 * half]), __float_as_uint(c[n][2 * half + 1])};
     if (threadIdx.x < FEW_HEADS && head0 + (int)threadIdx.x < HEADS) {
-        to[threadIdx.x * (LATENT + 2) + LATENT] = top[threadIdx.x];
-        to[threadIdx.x * (LATENT + 2) + LATENT + 1] = sum[threadIdx.x];
+        to[threadIdx.x * PART + LATENT] = top[threadIdx.x];
+        to[threadIdx.x * PART + LATENT + 1] = sum[threadIdx.x];
     }
+}
+
+// grid (HEADS / 16, rows, splits), 256 threads. Dynamic shared memory: see Pipeline. One or two rows: a block has a processor for itself.
+KERNEL __launch_bounds__(256, 1) attend_few(const u16* q_high, const u16* q_low, int ldq, float scale, const int* slot, const u64* rows_at, int R, const int* selected,
+                                            int ld, const int* counts, float* partial) {
+    attend_part<1>(q_high, q_low, ldq, scale, slot, rows_at, R, selected, ld, counts, partial);
+}
+// More rows: two blocks share one. A run's latents are on their way while the one before is used, for which there are registers only with the sums of the first apart.
+KERNEL __launch_bounds__(256, FEW_BLOCKS) attend_few_shared(const u16* q_high, const u16* q_low, int ldq, float scale, const int* slot, const u64* rows_at, int R,
+                                                            const int* selected, int ld, const int* counts, float* partial) {
+    attend_part<FEW_SPLIT / FEW_TOKENS>(q_high, q_low, ldq, scale, slot, rows_at, R, selected, ld, counts, partial);
+}
+
+#define JOIN_GROUPS 4   // of 64 threads, each with every fourth part
+#define JOIN_HELD 9     // parts a thread has under way
+#define MOST_SPLITS 1024
+// Parts of a row's selection put together, in the same order whatever rows are beside: c split, [row][HEADS][ldc].
+// grid (HEADS, rows, LATENT / 256), 256 threads, each with four columns.
+KERNEL __launch_bounds__(256) attend_join(const float* partial, int splits, const int* counts, int R, u16* c_high, u16* c_low, int ldc) {
+    __shared__ float weight[MOST_SPLITS];
+    __shared__ F4 room[JOIN_GROUPS][64];
+    LET_NEXT_START();
+    const int head = blockIdx.x, row = blockIdx.y, lane = threadIdx.x & 31, group = threadIdx.x / 64, used = (counts[row] + FEW_SPLIT - 1) / FEW_SPLIT;
+    const int dim = blockIdx.z * 256 + threadIdx.x % 64 * 4;
+    const float* from = partial + ((long)row * splits * HEADS + head) * PART;
+    const long next = (long)HEADS * PART;
+    F4 v[JOIN_HELD];
+    U2 two[2];
+    auto hold = [&](int first) {
+#pragma unroll
+        for (int k = 0; k < JOIN_HELD; ++k) {
+            const int part = first + k * JOIN_GROUPS + group;
+            v[k] = {0.0f, 0.0f, 0.0f, 0.0f};
+            if (part < used && dim < LATENT) v[k] = *(const F4*)(from + part * next + dim);
+        }
+    };
+    auto hold_weights = [&](int first) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const int part = first + 32 * k + lane;
+            two[k] = {__float_as_uint(NEG_INF), 0};
+            if (part < used) two[k] = *(const U2*)(from + part * next + LATENT);
+        }
+    };
+    WAIT_BEFORE();
+    hold_weights(0);
+    hold(0);
+    float top = NEG_INF, total = 0.0f;  // every warp finds them
+    for (int first = 0; first < used; first += 64) {
+        if (first) hold_weights(first);
+        top = fmaxf(top, fmaxf(__uint_as_float(two[0].x), __uint_as_float(two[1].x)));
+    }
+    top = warp_max(top);
+    for (int first = 0; first < used; first += 64) {
+        if (used > 64) hold_weights(first);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const int part = first + 32 * k + lane;
+            const float w = expf(__uint_as_float(two[k].x) - top);
+            total += w * __uint_as_float(two[k].y);
+            if (threadIdx.x < 32 && part < used) weight[part] = w;
+        }
+    }
+    total = warp_sum(total);
+    __syncthreads();
+    F4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int first = 0; first < used; first += JOIN_GROUPS * JOIN_HELD) {
+        if (first) hold(first);
+#pragma unroll
+        for (int k = 0; k < JOIN_HELD; ++k) {
+            const int part = first + k * JOIN_GROUPS + group;
+            if (part >= used) break;
+            const float w = weight[part];
+            sum.x += w * v[k].x; sum.y += w * v[k].y; sum.z += w * v[k].z; sum.w += w * v[k].w;
+        }
+    }
+    room[group][threadIdx.x % 64] = sum;
+    __syncthreads();
+    const float* sums = (const float*)room;  // [group][column]
+    const int column = blockIdx.z * 256 + threadIdx.x;
+    if (column >= R) return;
+    float s = 0.0f;
+#pragma unroll
+    for (int g = 0; g < JOIN_GROUPS; ++g) s += sums[g * 256 + threadIdx.x];
+    store_split(c_high, c_low, ((long)row * HEADS + head) * ldc + column, used ? s / total : 0.0f);
 }

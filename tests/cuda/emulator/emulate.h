@@ -281,6 +281,15 @@ template <class T> UNWATCHED static T reduced(T value, bool least) {
     }
     return value;
 }
+UNWATCHED static inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+    Warp& w = *self->warp;
+    const int side = w.turn & 1;
+    w.word[side][self->lane] = value;
+    warp_wait();
+    unsigned sum = 0;
+    for (int i = 0; i < 32; ++i) sum += (unsigned)w.word[side][i];
+    return sum;
+}
 static inline unsigned __reduce_max_sync(unsigned, unsigned value) { return reduced(value, false); }
 static inline unsigned __reduce_min_sync(unsigned, unsigned value) { return reduced(value, true); }
 template <class T> UNWATCHED static T atomicAdd(T* at, T value) {
