@@ -1,4 +1,4 @@
-"""The kernels by which few rows choose and attend their tokens, each on the emulated device beside the formula it computes."""
+"""The kernels by which few rows choose what they attend and by which a token is chosen, each on the emulated device beside the formula it computes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ sys.path[:0] = [str(CUDA_TESTS), str(CUDA_TESTS / "emulator")]
 
 from emulated_device import EmulatedDevice, compiler  # noqa: E402
 
+from glm53serve.cuda.decode import SAMPLE_SHARED, SCANS  # noqa: E402
 from glm53serve.cuda.runtime import Buffer  # noqa: E402
 from glm53serve.cuda.scratch import DECODE_SPLIT  # noqa: E402
 from glm53serve.model.quant import bf16_to_f32, f32_to_bf16  # noqa: E402
@@ -214,3 +215,31 @@ def test_a_rows_norms_and_the_pools_it_completes(width: int) -> None:
             assert np.abs(members[0] - normed[[3, 1, 2]]).max() <= 1e-5 * np.abs(normed).max()
             assert np.array_equal(members[1], gate[[3, 1, 2]].astype(np.float32))
     assert np.array_equal(*pools, equal_nan=True)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 31, 33, 700, 200_000])
+def test_the_likeliest_token_is_chosen_and_of_equal_ones_the_first(vocabulary: int) -> None:
+    rng = np.random.default_rng(vocabulary)
+    logits = (rng.integers(-4, 5, (3, vocabulary)) - 300.0).astype(np.float32)
+    logits[1, -1], logits[2] = 0, -np.inf
+    rows = len(logits)
+    peaks, ids, chosen = floats(np.full((rows, SCANS), np.nan)), ints(*[-7] * rows * SCANS), ints(*[-7] * rows)
+    device().launch("logit_peaks", (SCANS, rows), 512, [floats(logits), vocabulary, peaks, ids])
+    greedy = [floats(np.zeros(rows)), floats(np.ones(rows)), put(np.zeros(rows, np.uint64)), ints(*[0] * rows)]
+    device().launch("sample", (rows,), 1024, [floats(logits), vocabulary, peaks, ids, *greedy, chosen], SAMPLE_SHARED)
+    assert get(chosen, (rows,), np.int32).tolist() == logits.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("width", [70, 4500])
+def test_final_norm(width: int) -> None:
+    rng = np.random.default_rng(width)
+    x, norm, ld = rng.standard_normal((3, HC, width)), rng.standard_normal(width), -(-width // 256) * 256
+    for which in (None, [2, 0]):
+        out = [put(np.zeros((3, ld), np.uint16)) for _ in range(2)]
+        rows = which or [0, 1, 2]
+        arguments = [floats(x), ints(*which) if which else None, width, floats(norm), 1e-5, *out, ld]
+        device().launch("final_norm", (len(rows),), 1024, arguments, 4 * width)
+        mean = x[rows].mean(1)
+        expected = norm * mean / np.sqrt((mean * mean).mean(1, keepdims=True) + 1e-5)
+        got = sum(bf16_to_f32(get(o, (3, ld), np.uint16)) for o in out)
+        assert np.abs(got[: len(rows), :width] - expected).max() <= 1e-4 * np.abs(expected).max() and not got[:, width:].any()

@@ -130,7 +130,7 @@ class Decoder:
         pipeline.embed(bucket, self._control.at(_offset("token")))
         pipeline.layers(bucket, self._arrays(), bucket)
         pipeline.logits(bucket, self.logits_room)
-        launch("logit_peaks", (SCANS, bucket), 256, [self.logits_room, vocabulary, self._peaks, self._peak_ids])
+        launch("logit_peaks", (SCANS, bucket), 512, [self.logits_room, vocabulary, self._peaks, self._peak_ids])
         control = [self._control.at(_offset(name)) for name in ("temperature", "top_p", "seed", "counter")]
         launch("sample", (bucket,), 1024, [self.logits_room, vocabulary, self._peaks, self._peak_ids, *control, self._chosen], SAMPLE_SHARED)
         books: list[Argument] = [self._control, self._shared, self._ring, RING_STEPS, self._clocks, self._chosen]

@@ -423,6 +423,9 @@ KERNEL __launch_bounds__(1024) final_norm(const float* X, const int* rows, int H
     DYNAMIC_SHARED(float, x);
     __shared__ float room[32];
     LET_NEXT_START();
+    float weight[4];  // of the first columns: they come from far
+#pragma unroll
+    for (int k = 0; k < 4; ++k) weight[k] = (int)threadIdx.x + 1024 * k < H ? norm[threadIdx.x + 1024 * k] : 0.0f;
     WAIT_BEFORE();
     const long from = (long)(rows ? rows[blockIdx.x] : blockIdx.x) * HC * H;
     float squares = 0.0f;
@@ -436,5 +439,8 @@ KERNEL __launch_bounds__(1024) final_norm(const float* X, const int* rows, int H
         squares += v * v;
     }
     const float by = 1.0f / sqrtf(block_sum(squares, room) / H + eps);
-    for (int c = threadIdx.x; c < H; c += 1024) store_split(x_high, x_low, (long)blockIdx.x * ldx + c, norm[c] * (x[c] * by));
+    auto store = [&](int c, float w) { if (c < H) store_split(x_high, x_low, (long)blockIdx.x * ldx + c, w * (x[c] * by)); };
+#pragma unroll
+    for (int k = 0; k < 4; ++k) store(threadIdx.x + 1024 * k, weight[k]);
+    for (int c = threadIdx.x + 4096; c < H; c += 1024) store(c, norm[c]);
 }

@@ -1,30 +1,49 @@
 // From logits to tokens on the device: greedy, temperature, top-p; integer sums, so the result does not depend on the order of additions.
 
-#define SCANS 32
+#define SCANS 32  // a lane each
 #define BINS 2048
 
-// Largest logit and its lowest id, of SCANS parts of each row: best [T][SCANS], at [T][SCANS]. grid (SCANS, T), 256 threads.
-KERNEL __launch_bounds__(256) logit_peaks(const float* logits, int V, float* best, int* at) {
-    __shared__ float top[8];
-    __shared__ int where[8];
+#define NOBODY 0x7fffffff
+#define PEAK_HELD 10  // logits a thread has under way
+
+// The larger of two logits, of equal ones that with the lower id; NOBODY is no logit.
+__device__ __forceinline__ void take_larger(float& best, int& id, float other, int other_id) {
+    if (other_id != NOBODY && (id == NOBODY || other > best || (other == best && other_id < id))) { best = other; id = other_id; }
+}
+__device__ __forceinline__ void take_largest_of_warp(float& best, int& id) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1) {
+        const float other = __shfl_xor_sync(0xffffffffu, best, o);
+        const int other_id = __shfl_xor_sync(0xffffffffu, id, o);
+        take_larger(best, id, other, other_id);
+    }
+}
+
+// Largest logit and its lowest id, of SCANS parts of each row: best [T][SCANS], at [T][SCANS]. grid (SCANS, T), 512 threads.
+KERNEL __launch_bounds__(512) logit_peaks(const float* logits, int V, float* best, int* at) {
+    __shared__ float top[16];
+    __shared__ int where[16];
+    LET_NEXT_START();
     WAIT_BEFORE();
     const int per = (V + SCANS - 1) / SCANS, begin = blockIdx.x * per, end = min(V, begin + per), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const float* row = logits + (long)blockIdx.y * V;
     float b = NEG_INF;
-    int id = 0x7fffffff;
-#pragma unroll 8
-    for (int i = begin + threadIdx.x; i < end; i += 256)
-        if (row[i] > b || id == 0x7fffffff) { b = row[i]; id = i; }
-    for (int o = 16; o; o >>= 1) {
-        const float c = __shfl_xor_sync(0xffffffffu, b, o);
-        const int d = __shfl_xor_sync(0xffffffffu, id, o);
-        if (d != 0x7fffffff && (id == 0x7fffffff || c > b || (c == b && d < id))) { b = c; id = d; }
+    int id = NOBODY;
+    for (int first = begin + threadIdx.x; first < end; first += 512 * PEAK_HELD) {
+        float v[PEAK_HELD];
+#pragma unroll
+        for (int k = 0; k < PEAK_HELD; ++k) v[k] = first + 512 * k < end ? row[first + 512 * k] : 0.0f;
+#pragma unroll
+        for (int k = 0; k < PEAK_HELD; ++k) take_larger(b, id, v[k], first + 512 * k < end ? first + 512 * k : NOBODY);
     }
+    take_largest_of_warp(b, id);
     if (lane == 0) { top[warp] = b; where[warp] = id; }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int w = 1; w < 8; ++w)
-            if (where[w] != 0x7fffffff && (id == 0x7fffffff || top[w] > b || (top[w] == b && where[w] < id))) { b = top[w]; id = where[w]; }
+    if (warp) return;
+    b = top[lane & 15];
+    id = where[lane & 15];
+    take_largest_of_warp(b, id);
+    if (lane == 0) {
         best[blockIdx.y * SCANS + blockIdx.x] = b;
         at[blockIdx.y * SCANS + blockIdx.x] = id;
     }
@@ -85,13 +104,15 @@ KERNEL __launch_bounds__(1024) sample(const float* logits, int V, const float* b
     __shared__ u64 out[2];
     __shared__ int warp_count[32];
     __shared__ int answer;
-    WAIT_BEFORE();
+    LET_NEXT_START();
     const int r = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    float peak = best[r * SCANS];
-    int id = at[r * SCANS];
-    for (int i = 1; i < SCANS; ++i)
-        if (at[r * SCANS + i] != 0x7fffffff && best[r * SCANS + i] > peak) { peak = best[r * SCANS + i]; id = at[r * SCANS + i]; }
-    const float heat = temperature[r];
+    const float heat = temperature[r];  // older than the step
+    WAIT_BEFORE();
+    float peak = best[r * SCANS + lane];
+    int id = at[r * SCANS + lane];
+    take_largest_of_warp(peak, id);
+    peak = __shfl_sync(0xffffffffu, peak, 0);
+    id = __shfl_sync(0xffffffffu, id, 0);
     if (!(heat > 1e-4f)) {
         if (threadIdx.x == 0) chosen[r] = id;
         return;
