@@ -29,7 +29,7 @@ Array = NDArray[np.generic]
 @lru_cache
 def device() -> EmulatedDevice:
     """An emulated device for odd sizes: a group of heads that is not full, a latent of more than one part in `attend_join`."""
-    sizes = {"HIDDEN": 64, "SITE_BLOCKS": 1, "HC": HC, "KDA_D": 32, "CONV": 4, "LATENT": LATENT, "HEADS": HEADS}
+    sizes = {"HIDDEN": 64, "SITE_BLOCKS": 2, "HC": HC, "KDA_D": 32, "CONV": 4, "LATENT": LATENT, "HEADS": HEADS}
     return EmulatedDevice({**sizes, "MAX_ROWS": 16, "FORMATS": 2, "EXACT": 1})
 
 

@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 @lru_cache
 def device() -> EmulatedDevice:
     """An emulated device for odd sizes: three groups of latent channels, fewer heads than a block takes, 48 channels a KDA head."""
-    sizes = {"HIDDEN": 132, "SITE_BLOCKS": 1, "HC": HC, "KDA_D": KDA_D, "CONV": CONV, "LATENT": LATENT, "HEADS": HEADS}
+    sizes = {"HIDDEN": 132, "SITE_BLOCKS": 2, "HC": HC, "KDA_D": KDA_D, "CONV": CONV, "LATENT": LATENT, "HEADS": HEADS}
     return EmulatedDevice({**sizes, "MAX_ROWS": 16, "FORMATS": 2, "EXACT": 0})
 
 

@@ -181,8 +181,8 @@ def defines(config: ModelConfig, formats: set[str], exact: bool | None = None) -
 
 
 def site_blocks(hidden_size: int) -> int:
-    """Blocks that share a row of a site: as many as a cluster has room for, of at least 64 columns."""
-    return max([n for n in (2, 4, 8, 16) if hidden_size >= 64 * n], default=1)
+    """Blocks that share a row of a site: as many as a cluster has room for, of at least 64 columns; two at least, for one alone cannot send to itself."""
+    return max([n for n in (2, 4, 8, 16) if hidden_size >= 64 * n], default=2)
 
 
 def head_width(config: ModelConfig) -> int:

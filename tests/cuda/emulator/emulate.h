@@ -518,6 +518,7 @@ UNWATCHED static char* in_block(const void* mine, const Block& other) {
     return &other == block ? (char*)mine : other.dynamic + from_dynamic;
 }
 UNWATCHED static void send(void* to, const void* from, unsigned bytes, unsigned long long* barrier, int number) {
+    if (cluster_size < 2) give_up("a message of a block that is launched without a cluster");  // on a GPU an illegal instruction
     if (number < 0 || number >= cluster_size) give_up("a block that is not in the cluster");
     Block& other = blocks[number];
     if (other.ended) give_up("the shared memory of a block that has ended");
