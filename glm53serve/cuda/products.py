@@ -141,7 +141,7 @@ def _share_places(everything: Jobs, rows: int, jobs: list[Job], room: int) -> bo
     for places, least in ((4, even), (2, even), (4, max(widths))):
         units = room // places // (128 * rows)  # of 32 columns, high and low; an odd number of them is taken
         most = (units - 1 + units % 2) * 32 // least * least
-        if most:
+        if most > 0:
             break
     else:
         raise ValueError(f"activations of {rows} rows do not fit: {room} bytes for chunks of {max(widths)} columns")
