@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from bench.cuda_random import RandomModel
 from glm53serve.cuda.layers import CudaLayers
 from glm53serve.cuda.pipeline import RowArrays
-from glm53serve.cuda.runtime import BUCKETS, FORMAT_NAMES, Argument, Buffer, HostBuffer, Job, Jobs, Pointer, TensorMap
+from glm53serve.cuda.products import _share_places
+from glm53serve.cuda.runtime import BUCKETS, FORMAT_CODES, FORMAT_NAMES, Argument, Buffer, HostBuffer, Job, Jobs, Pointer, TensorMap
 from glm53serve.model.config_file import parse_config
 from glm53serve.model.shapes import shape_config
 from glm53serve.model.weights import MatrixFormat
@@ -126,3 +127,12 @@ def test_a_step_reads_every_matrix_in_as_many_bytes_as_it_has() -> None:
         return sorted((job.tiles, job.granules, job.format) for job in found)
 
     assert matrices(1) == matrices(4) == matrices(16)
+
+
+def test_activations_that_do_not_fit_are_refused() -> None:
+    """However little room is left for them, none at all included."""
+    job = Job()
+    job.format, job.slices, job.granules = FORMAT_CODES["int8"], 8, 32
+    for room in (-(20 << 10), 0, 4 << 10):
+        with pytest.raises(ValueError, match="activations of 16 rows do not fit"):
+            _share_places(Jobs(), 16, [job], room)

@@ -14,11 +14,18 @@ from numpy.typing import NDArray
 
 KERNEL_DIR = Path(__file__).parent / "kernels"
 SOURCES = (
-    "gemv", "gemm", "gemm_exact", "hyper", "kda", "kda_prompt", "dsa", "dsa_select", "attention", "attention_prompt", "attention_few", "moe", "sample", "step",
+    "gemv", "gemm", "gemm_exact", "hyper", "hyper_prompt", "kda", "kda_prompt",
+    "dsa", "dsa_select", "attention", "attention_prompt", "attention_few", "moe", "sample", "step",
 )  # fmt: skip
 MODULES = (*(("gemv", {"ONLY": rows}) for rows in (4, 8, 16)), *((name, {}) for name in SOURCES[1:]))
 """What is compiled side by side: a source and its own defines."""
-HEADERS = {"matmul.cuh": ("gemv", "gemm", "gemm_exact"), "gemv_feed.cuh": ("gemv",), "gemm.cuh": ("gemm", "gemm_exact"), "kda.cuh": ("kda", "kda_prompt")}
+HEADERS = {
+    "matmul.cuh": ("gemv", "gemm", "gemm_exact"),
+    "gemv_feed.cuh": ("gemv",),
+    "hyper.cuh": ("hyper", "hyper_prompt"),
+    "gemm.cuh": ("gemm", "gemm_exact"),
+    "kda.cuh": ("kda", "kda_prompt"),
+}
 """Parts that several sources share, beside common.cuh."""
 MAX_ROWS = 16
 BUCKETS = (1, 2, 4, 8, 16)
@@ -250,7 +257,7 @@ class Maps(ctypes.Structure):
 
 
 class Returned(ctypes.Structure):
-    """What a half layer returned; mirrors `struct Returned` of hyper.cu."""
+    """What a half layer returned; mirrors `struct Returned` of hyper.cuh."""
 
     _fields_ = (("y", ctypes.c_void_p), ("pairs", ctypes.c_void_p), ("ids", ctypes.c_void_p), ("weights", ctypes.c_void_p), ("top_k", ctypes.c_int))
 
