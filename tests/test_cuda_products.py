@@ -60,12 +60,12 @@ def _switchable(text: str) -> str:
 
 
 class Bench:
-    """Two matrices over the same activations [rows, cols] and one over others, in one launch on `blocks` blocks."""
+    """Three matrices in one launch, each over the activations [rows, cols] of its number in `over`: two over the same, unless told."""
 
-    def __init__(self, device: EmulatedDevice, rows: int, cols: int, fmt: MatrixFormat) -> None:
-        self.device, self.rows = device, rows
+    def __init__(self, device: EmulatedDevice, rows: int, cols: int, *formats: MatrixFormat, over: tuple[int, int, int] = (0, 1, 0)) -> None:
+        self.device, self.rows, self.over = device, rows, over
         random = np.random.default_rng(rows)
-        self.matrices = [_matrix(random, fmt, out, cols) for out in (200, 72, 136)]
+        self.matrices = [_matrix(random, formats[i % len(formats)], out, cols) for i, out in enumerate((200, 72, 136))]
         self.on_device = [Uploader(device, CONFIG).matrix(m) for m, _ in self.matrices]  # type: ignore[arg-type]
         self.x = [random.standard_normal((rows, cols)).astype(np.float32) for _ in range(2)]
         self.inputs = [self._pairs(x) for x in self.x]
@@ -86,8 +86,8 @@ class Bench:
         """Results [rows, out] of the three matrices."""
         for y in self.outputs:
             self.device.upload(y.at(), np.full(y.nbytes // 4, np.nan, np.float32))
-        which = (self.inputs[0], self.inputs[1], self.inputs[0])
-        run_products(self.device, self.rows, [product(m, x, y, m.rows) for m, x, y in zip(self.on_device, which, self.outputs, strict=True)], 64)
+        jobs = [product(m, self.inputs[x], y, m.rows) for m, x, y in zip(self.on_device, self.over, self.outputs, strict=True)]
+        run_products(self.device, self.rows, jobs, 64)
         out = []
         for m, y in zip(self.on_device, self.outputs, strict=True):
             out.append(np.empty((self.rows, m.rows), np.float32))
@@ -95,8 +95,7 @@ class Bench:
         return out
 
     def expected(self) -> list[NDArray[np.float64]]:
-        which = (self.x[0], self.x[1], self.x[0])
-        return [x.astype(np.float64) @ values.T for x, (_, values) in zip(which, self.matrices, strict=True)]
+        return [self.x[x].astype(np.float64) @ values.T for x, (_, values) in zip(self.over, self.matrices, strict=True)]
 
 
 def _matrix(random: np.random.Generator, fmt: MatrixFormat, rows: int, cols: int) -> tuple[Matrix, NDArray[np.float64]]:
@@ -138,6 +137,16 @@ def test_every_order_gives_the_same_bits(device: OneWaitLess, rows: int, fmt: Ma
     for got, wanted in zip(results[0], bench.expected(), strict=True):
         assert np.abs(got - wanted).max() <= 2e-5 * np.abs(wanted).max()
     assert all(np.array_equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 192), (4, 2368), (4, 4160), (8, 3000), (13, 1000)])
+def test_formats_over_the_same_activations(device: OneWaitLess, rows: int, cols: int) -> None:
+    """What is there for the narrower granules of one is all that the wider ones of the next take, also behind the last whole one."""
+    device.leave_out(None)
+    for formats in (("bf16", "int8"), ("int8", "bf16")):
+        bench = Bench(device, rows, cols, *formats, over=(0, 0, 0))
+        for got, wanted in zip(bench.run(), bench.expected(), strict=True):
+            assert np.abs(got - wanted).max() <= 2e-5 * np.abs(wanted).max()
 
 
 def test_a_rows_bits_do_not_depend_on_its_company(device: OneWaitLess) -> None:

@@ -117,9 +117,9 @@ struct GemvRoom { SharedAt ring; float* sums; U4* zeros; char* x; GemvGates* gat
 struct Progress { u32 place, loads, releases, turn; const u16* from; int map, start, count, units; };
 
 // Warp 0: this lane's column of a chunk of activations into its place, high and low parts in turn, by the copy engine: copies of weights under way are not
-// waited for.
+// waited for. Up to whole granules of every format, so that a matrix of another one may use what is there.
 __device__ __forceinline__ void load_chunk(const GemvRoom& room, const Jobs& jobs, const Job& job, int units, const u16* column, int count, int chunk, int place) {
-    const int lane = threadIdx.x, unit0 = chunk * job.chunk * units, here = min(job.chunk, job.granules - chunk * job.chunk) * units;
+    const int lane = threadIdx.x, unit0 = chunk * job.chunk * units, here = min(job.chunk * units, (job.granules * units + 7 & ~7) - unit0);
     if (lane == 0) barrier_expect(&room.gates->x_full[place], 2 * count * here * 64);
     __syncwarp();
     if (lane < 2 * count) bulk_copy(room.x + place * jobs.place_bytes + lane * (job.chunk * units | 1) * 64, column + unit0 * 32, here * 64, &room.gates->x_full[place]);
