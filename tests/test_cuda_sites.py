@@ -90,22 +90,27 @@ class Case:
         collapsed = np.einsum("tj,tjc->tc", 1 / (1 + np.exp(-logits[:, :n])) + HC_EPS, x)
         return x, logits[:, n:], self.norm * collapsed / np.sqrt((collapsed * collapsed).mean(1, keepdims=True) + EPS)
 
-    def run(self, on: SiteDevice, mixed: bool, whole: bool = True, first: int = 0, rows: int | None = None) -> tuple[NDArray[Any], ...]:
-        """The same from the device; `whole`: not only the mix; `rows` rows from `first` on."""
+    def run(self, on: SiteDevice, mixed: bool, whole: bool = True, first: int = 0, rows: int | None = None, ahead: int = 0) -> tuple[NDArray[Any], ...]:
+        """The same from the device; `whole`: not only the mix; `rows` rows from `first` on; `ahead`: rows of every array before those, which are not there."""
         rows = self.rows if rows is None else rows
         some, ld = slice(first, first + rows), self.h + 8
         x, logits, y, pairs, weights = (on.put(v[some].astype(np.float32)) for v in (self.x, self.logits, self.y, self.pairs, self.weights))
-        experts = (pairs.address, on.put(self.ids[some]).address, weights.address, TOP_K) if self.mixture else ()
-        high, low = (on.put(np.full((rows, ld), 0x7FC0, np.uint16)) for _ in range(2))
-        given = SiteGiven(x.address, int(mixed), logits.address, Returned(y.address, *experts) if mixed else Returned())
+        ids, *out = on.put(self.ids[some]), *(on.put(np.full((rows, ld), 0x7FC0, np.uint16)) for _ in range(2))
+
+        def begin(room: Buffer, width: int, size: int = 4) -> int:
+            return room.address - ahead * width * size
+
+        experts = (begin(pairs, TOP_K * self.h), begin(ids, TOP_K), begin(weights, TOP_K), TOP_K) if self.mixture else ()
+        returned = Returned(begin(y, self.h), *experts) if mixed else Returned()
+        given = SiteGiven(begin(x, self.streams * self.h), int(mixed), begin(logits, self.logits.shape[1]), returned)
         if whole:
             given.fn, given.base, given.scale, given.norm = (on.put(v.astype(np.float32)).address for v in (self.fn, self.base, self.scale, self.norm))
         given.norm_eps, given.hc_eps, given.iterations, given.ldx = EPS, HC_EPS, ROUNDS, ld
-        given.x_high, given.x_low = high.address, low.address
+        given.x_high, given.x_low = (begin(part, ld, 2) for part in out)
         on.launch("site", (on.blocks, rows), 256, [given], cluster=on.blocks)
-        out = sum(bf16_to_f32(on.get(part, (rows, ld), np.uint16)) for part in (high, low))
-        assert np.isnan(out[:, self.h :]).all(), "what lies behind a row is not touched"
-        return on.get(x, (rows, self.streams, self.h)), on.get(logits, (rows, self.logits.shape[1])), out[:, : self.h]
+        normed = sum(bf16_to_f32(on.get(part, (rows, ld), np.uint16)) for part in out)
+        assert np.isnan(normed[:, self.h :]).all(), "what lies behind a row is not touched"
+        return on.get(x, (rows, self.streams, self.h)), on.get(logits, (rows, self.logits.shape[1])), normed[:, : self.h]
 
 
 def coefficients(logits: Floats, streams: int) -> tuple[Floats, Floats]:
@@ -156,6 +161,22 @@ def test_a_rows_bits_do_not_depend_on_its_company() -> None:
     for row in range(case.rows):
         for alone, among in zip(case.run(on, True, first=row, rows=1), together, strict=True):
             assert np.array_equal(alone[0], among[row])
+
+
+def test_rows_of_long_passes_lie_beyond_two_to_the_31_values() -> None:
+    """Odd widths and exact models have prompts of any length here: rows so far on that their places do not fit 32 bits. In a process of its own."""
+    ahead, case = 1 << 24, Case(4, 192, 2, mixture=True)
+    on = SiteDevice(4, 192, 4, lambda text: text.replace("row = blockIdx.y, begin", f"row = {ahead} + blockIdx.y, begin"))
+    child = os.fork()
+    if not child:
+        faulthandler.disable()
+        outcome = 1
+        try:
+            check(case.run(on, mixed=True, ahead=ahead), case.expected(True))
+            outcome = 0
+        finally:
+            os._exit(outcome)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_site_has_two_blocks_at_least_and_a_block_64_columns_beyond_that() -> None:

@@ -70,7 +70,7 @@ KERNEL __launch_bounds__(256, 3) site(const __grid_constant__ SiteGiven s) {
     if (!s.mixed) WAIT_BEFORE();  // else the streams are older than the kernel before, and so is how what that returns is weighted
     EACH_COLUMN(at)
 #pragma unroll
-        for (int j = 0; j < HC; ++j) streams[j][at] = COLUMN_THERE(begin + at) ? s.X[(row * HC + j) * HIDDEN + begin + at] : 0.0f;
+        for (int j = 0; j < HC; ++j) streams[j][at] = COLUMN_THERE(begin + at) ? s.X[(long)(row * HC + j) * HIDDEN + begin + at] : 0.0f;
     const bool counts = s.mixed && s.from.pairs && lane < s.from.top_k && s.from.ids[row * s.from.top_k + lane] >= 0;
     const float weight = counts ? s.from.weights[row * s.from.top_k + lane] : 0.0f;
     const u32 alive = __ballot_sync(0xffffffffu, counts);  // bit i: expert i counts; what a dead row has in its place is stale
@@ -123,7 +123,7 @@ KERNEL __launch_bounds__(256, 3) site(const __grid_constant__ SiteGiven s) {
         if (s.mixed && s.from.pairs)
 #pragma unroll 1
             for (int i = 0; i < s.from.top_k; i += 8) {
-                const float* pairs = s.from.pairs + (row * s.from.top_k + i) * HIDDEN + c;
+                const float* pairs = s.from.pairs + (long)(row * s.from.top_k + i) * HIDDEN + c;
                 const u32 here = there ? alive >> i : 0;
                 float part[8];
 #pragma unroll
@@ -131,7 +131,7 @@ KERNEL __launch_bounds__(256, 3) site(const __grid_constant__ SiteGiven s) {
 #pragma unroll
                 for (int k = 0; k < 8; ++k) y += __shfl_sync(0xffffffffu, weight, i + k) * part[k];
             }
-        if (there && s.from.y) y += s.from.y[row * HIDDEN + c];
+        if (there && s.from.y) y += s.from.y[(long)row * HIDDEN + c];
         if (s.mixed && !turn) __syncthreads();  // the coefficients are there
         float v[HC];
 #pragma unroll
@@ -143,7 +143,7 @@ KERNEL __launch_bounds__(256, 3) site(const __grid_constant__ SiteGiven s) {
                 to = q[k] * y;
 #pragma unroll
                 for (int j = 0; j < HC; ++j) to += q[HC + j * HC + k] * v[j];
-                if (there) s.X[(row * HC + k) * HIDDEN + c] = to;
+                if (there) s.X[(long)(row * HC + k) * HIDDEN + c] = to;
             }
             streams[k][at] = to;
             own += to * to;
