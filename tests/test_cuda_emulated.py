@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -362,6 +363,8 @@ def test_serving_allocates_nothing() -> None:
     assert backend.device.free_bytes() == left
 
 
-def test_sizes_the_kernels_cannot_take_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="index_head_dim=18"):
-        backend_of(tiny_model(index_head_dim=18), EmulatedDevice)
+@pytest.mark.parametrize(("name", "value"), [("index_head_dim", 18), ("index_topk", 65536), ("n_routed_experts", 1056), ("kv_lora_rank", 516)])
+def test_sizes_the_kernels_cannot_take_are_refused_by_name(name: str, value: int) -> None:
+    config = replace(tiny_model().config, **{name: value})
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        defines(config, {"bf16"})

@@ -149,6 +149,8 @@ def check_supported(config: ModelConfig) -> None:
         ("kv_lora_rank", config.kv_lora_rank, config.kv_lora_rank <= 512, "at most 512"),
         ("index_head_dim", config.index_head_dim, config.index_head_dim % 4 == 0 and config.index_head_dim <= 256, "a multiple of 4, at most 256"),
         ("num_experts_per_tok", config.num_experts_per_tok, config.num_experts_per_tok <= 32, "at most 32"),
+        ("n_routed_experts", config.n_routed_experts, config.n_routed_experts <= 1024, "at most 1024"),
+        ("index_topk", config.index_topk, config.index_topk + config.index_kpool <= 65536, "at most 65536 with index_kpool"),
         ("hidden_size", config.hidden_size, config.hidden_size <= 16384, "at most 16384"),
     )
     for name, value, fits, allowed in limits:

@@ -186,7 +186,7 @@ def _as_c(value: Argument) -> Any:
 
 
 class Job(ctypes.Structure):
-    """One matrix (or one a head, or one an expert) of a product launch; mirrors `struct Job` of matmul.cu."""
+    """One matrix (or one a head, or one an expert) of a product launch; mirrors `struct Job` of matmul.cuh."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -228,7 +228,7 @@ MAX_JOBS = 6
 
 
 class Jobs(ctypes.Structure):
-    """The matrices of one launch; mirrors `struct Jobs` of matmul.cu."""
+    """The matrices of one launch; mirrors `struct Jobs` of matmul.cuh."""
 
     _fields_ = (
         ("count", ctypes.c_int),
