@@ -326,7 +326,7 @@ template <int NT, int TILES> __device__ __forceinline__ void gemv_block(const Jo
             near[threadIdx.x] = {(const U4*)final_job.table[of[0] * 4 + final_job.which * 2], (const float*)final_job.table[of[0] * 4 + final_job.which * 2 + 1], of[1], of[2]};
         }
     }
-    __syncthreads();
+    __syncthreads();  // zeros, gates and groups are there
     prime(groups, near_first);
     for (; primed < RING_STEPS; ++primed) copies_commit();  // what is waited for is all but the last groups: a full ring of them also behind fewer steps
     Walk walk;

@@ -2,8 +2,9 @@
 // Included before common.cuh with GLM_EMULATE defined. Only what the kernels use is here.
 // Asynchronous copies land as late as they may, when a wait asks for them, or (`copies_late` = 0) as early as they may, when they are made: a kernel is right
 // when both give the same.
-// Warps of a block go on side by side, or (`warps_run_ahead`) each as far as it can get by itself before the next one does.
-// Dynamic shared memory is full of NaNs when a block begins, that of a cluster's blocks all of it.
+// Warps of a block go on side by side, or (`warps_run_ahead`) each as far as it can get by itself before the next one does; the first warp first, or
+// (`last_warp_first`) the last one, so that what the first has to say to the others may come late, too.
+// Shared memory is full of NaNs when a block begins, but for what templates declare of it.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -61,7 +62,7 @@ extern "C" char __start_emulated_shared[] __attribute__((visibility("hidden"))),
 static void (*current_kernel)(void**);
 static void** current_parameters;
 static unsigned conditionals[16];
-static int copies_late, warps_run_ahead;
+static int copies_late, warps_run_ahead, last_warp_first;
 #include "watch.h"
 #define threadIdx (self->thread)
 #define DYNAMIC_SHARED(type, name) type* name = (type*)dynamic_shared_memory
@@ -192,7 +193,7 @@ UNWATCHED static void prepare_block(Block& b, Index3 index) {
     for (int i = 0; i < fiber_count; ++i) {
         Fiber& f = b.fibers[i];
         if (!f.stack) f.stack = (char*)malloc(size);
-        f.thread = {(unsigned)i, 0, 0};
+        f.thread = {(unsigned)(last_warp_first ? fiber_count - 32 - (i & ~31) + (i & 31) : i), 0, 0};
         f.lane = i & 31;
         f.warp = &b.warps[i >> 5];
         f.done = f.at_cluster = false;
@@ -216,11 +217,12 @@ UNWATCHED static void prepare_block(Block& b, Index3 index) {
     }
 }
 // `cluster`: blocks side by side that run together.
-extern "C" UNWATCHED void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy, unsigned gz, unsigned threads, unsigned shared, unsigned cluster, int late, void** parameters) {
+extern "C" UNWATCHED void emulate_launch(void (*kernel)(void**), unsigned gx, unsigned gy, unsigned gz, unsigned threads, unsigned shared, unsigned cluster, int order, void** parameters) {
     gridDim = {gx, gy, gz};
     blockDim = {threads, 1, 1};
-    copies_late = late & 1;
-    warps_run_ahead = late >> 1;
+    copies_late = order & 1;
+    warps_run_ahead = order >> 1 & 1;
+    last_warp_first = order >> 2 & 1;
     current_kernel = kernel;
     current_parameters = parameters;
     fiber_count = (int)threads;
@@ -236,7 +238,7 @@ extern "C" UNWATCHED void emulate_launch(void (*kernel)(void**), unsigned gx, un
                 block = blocks;
                 block->begun = true;
                 blockIdx = block->index;
-                if (cluster > 1) memset(__start_emulated_shared, 0xff, static_shared_bytes());
+                memset(__start_emulated_shared, 0xff, static_shared_bytes());
                 memset(dynamic_shared_memory, 0xff, shared);
                 watch_block();
                 self = &block->fibers[0];

@@ -78,7 +78,7 @@ class EmulatedFence:
 
 
 class EmulatedDevice:
-    """A `Device` whose memory is host memory. `crossed` counts the bytes of uploads and downloads; `copies_late`, `warps_run_ahead`: see emulate.h."""
+    """A `Device` whose memory is host memory. `crossed` counts the bytes of uploads and downloads; `copies_late`, `warps_run_ahead`, `last_warp_first`: see emulate.h."""
 
     name = "emulated"
 
@@ -94,6 +94,7 @@ class EmulatedDevice:
         self.crossed = 0
         self.copies_late = True
         self.warps_run_ahead = False
+        self.last_warp_first = False
         self.after_launch: Callable[[str], None] = lambda _kernel: None
 
     def _build(self, defines: Mapping[str, int]) -> Path:
@@ -153,7 +154,8 @@ class EmulatedDevice:
         def call() -> None:
             assert keep
             self.launches[kernel] = self.launches.get(kernel, 0) + 1
-            self._run(kernel, (x, y, z, threads, shared, cluster, int(self.copies_late) + 2 * int(self.warps_run_ahead), ctypes.cast(array, ctypes.c_void_p)))
+            order = int(self.copies_late) + 2 * int(self.warps_run_ahead) + 4 * int(self.last_warp_first)
+            self._run(kernel, (x, y, z, threads, shared, cluster, order, ctypes.cast(array, ctypes.c_void_p)))
             self.after_launch(kernel)
 
         self._do(call)
