@@ -78,7 +78,10 @@ class EmulatedFence:
 
 
 class EmulatedDevice:
-    """A `Device` whose memory is host memory. `crossed` counts the bytes of uploads and downloads; `copies_late`, `warps_run_ahead`, `last_warp_first`: see emulate.h."""
+    """A `Device` whose memory is host memory. `crossed` counts the bytes of uploads and downloads.
+
+    `copies_late`, `warps_run_ahead`, `last_warp_first`: see emulate.h.
+    """
 
     name = "emulated"
 
